@@ -1,0 +1,58 @@
+"""The errors a user can meet: one class per mistake, each message says what, where, and what to do.
+
+They derive from Dynamo's `ShortenTraceback`, which `torch.compile` passes on unchanged: anything else that leaves
+a backend is wrapped in `BackendCompilerFailed`, or, worse, turned into a silent graph break. Importing that class
+imports Dynamo, so modules that must stay cheap to import raise through a local import of this one.
+"""
+
+from __future__ import annotations
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class Dsv4Error(ShortenTraceback):
+    """Base of every error raised on purpose by this package."""
+
+    def __init__(self, message: str) -> None:
+        # None: show the whole traceback, there is no frame of ours that means anything to the user
+        super().__init__(message, first_useful_frame=None)
+
+
+class UnknownOpError(Dsv4Error):
+    """An op name that torch does not know, or an argument name that the op does not have."""
+
+
+class OptionError(Dsv4Error):
+    """An option of the backend is unknown, has the wrong type or value, or needs machinery that is not built yet."""
+
+
+class TrainingError(Dsv4Error):
+    """The compiled model was called with grad enabled on something that requires grad."""
+
+
+class HazardError(Dsv4Error):
+    """A captured node would read step state or the step context of a runner that replaces it every step."""
+
+
+class AliasingOpError(Dsv4Error):
+    """An op returns, or shares storage with, something that its schema promises it does not."""
+
+
+class PlanError(Dsv4Error):
+    """An invariant of the plan does not hold: a fault of this package, never of the model."""
+
+
+class RunnerError(Dsv4Error):
+    """Base of the errors of the model runners; the other requests of the runner go on unharmed."""
+
+
+class InvalidRequestError(RunnerError):
+    """A request is empty, too long, or holds a token id outside of the vocabulary."""
+
+
+class OutOfBlocksError(RunnerError):
+    """No free cache block is left for a request."""
+
+
+class UnsupportedConfigError(Dsv4Error):
+    """A model configuration asks for something this package does not build (for example an fp8 cache)."""

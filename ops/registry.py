@@ -1,0 +1,102 @@
+"""Roles of ops: which one splits the graph, which one reads step state, which one may be captured.
+
+The registry is process-wide, as torch's own op registry is, because a role belongs to an op and not to a model.
+A compilation takes one `snapshot()` when it starts, so registering counts for later compilations only. All
+functions may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..compat import all_op_names, schemas_of
+
+Role = Literal["split", "prepare", "capture"]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredOp:
+    """What the registry knows of an op.
+
+    Attributes:
+        name: "ns::op" (every overload) or "ns::op.overload" (that one).
+        role: "split" always runs eagerly; "prepare" reads step state to prepare attention inputs; "capture" may
+            be captured.
+        step_state: names of the arguments that are step state.
+        reads_context: the op reaches step state through a side channel, out of sight of the graph.
+        tokens: the argument whose dim 0 is the token count; None: the first tensor argument.
+    """
+
+    name: str
+    role: Role
+    step_state: tuple[str, ...] = ()
+    reads_context: bool = False
+    tokens: str | None = None
+
+
+_lock = threading.Lock()
+_registered: dict[str, RegisteredOp] = {}
+
+
+def register_op(
+    name: str,
+    *,
+    role: Role,
+    step_state: Sequence[str] = (),
+    reads_context: bool = False,
+    tokens: str | None = None,
+) -> None:
+    """Give an op a role in later compilations; a second call for the same name replaces the first.
+
+    Args:
+        name: "ns::op" or "ns::op.overload", known to torch already.
+        role: "split", "prepare" or "capture"; see `RegisteredOp`.
+        step_state: argument names that a runner rebuilds or refills each step.
+        reads_context: True if the op reads step state from a global or forward context.
+        tokens: name of the tensor argument whose dim 0 is the token count.
+
+    Raises:
+        UnknownOpError: torch knows no such op, or the op has no such argument.
+        OptionError: the role is none of the three.
+    """
+    from ..errors import OptionError
+
+    if role not in get_args(Role):
+        raise OptionError(f"register_op({name!r}): role is {role!r}; it must be one of {', '.join(get_args(Role))}")
+    step_state = (step_state,) if isinstance(step_state, str) else tuple(step_state)
+    check_op_name(name)
+    _check_arguments(name, step_state if tokens is None else (*step_state, tokens))
+    with _lock:
+        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens)
+
+
+def snapshot() -> Mapping[str, RegisteredOp]:
+    """The registered ops by name, as they are now; later registrations do not change it."""
+    with _lock:
+        return dict(_registered)
+
+
+def check_op_name(name: str) -> None:
+    """Raise UnknownOpError with a did-you-mean unless torch knows "ns::op" or "ns::op.overload"."""
+    from ..errors import UnknownOpError
+
+    if "::" in name and schemas_of(name):
+        return
+    known = {op.partition(".")[0] for op in all_op_names()} | {name for name in all_op_names() if "." in name}
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.7)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else 'names read "ns::op" or "ns::op.overload".'
+    raise UnknownOpError(f"torch knows no op {name!r}: {hint} Import the library that defines it first.")
+
+
+def _check_arguments(name: str, arguments: Sequence[str]) -> None:
+    from ..errors import UnknownOpError
+
+    for schema in schemas_of(name):
+        have = [argument.name for argument in schema.arguments]
+        for argument in arguments:
+            if argument not in have:
+                raise UnknownOpError(f"op {name!r} has no argument {argument!r}; it has {', '.join(have)}")

@@ -1,0 +1,15 @@
+"""DeepSeek V4 attention as a traced model: explicit step state in, custom ops inside, paged caches bound by address."""
+
+from .caches import CacheGroup as CacheGroup
+from .caches import CacheSpec as CacheSpec
+from .caches import LayerCaches as LayerCaches
+from .caches import allocate_caches as allocate_caches
+from .caches import bind_caches as bind_caches
+from .caches import cache_bytes as cache_bytes
+from .caches import layer_cache_specs as layer_cache_specs
+from .config import DeepseekV4Config as DeepseekV4Config
+from .config import LayerKind as LayerKind
+from .config import YarnScaling as YarnScaling
+from .rope import RotaryTable as RotaryTable
+from .rope import build_cos_sin as build_cos_sin
+from .step import StepState as StepState

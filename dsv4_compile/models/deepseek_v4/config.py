@@ -1,0 +1,274 @@
+"""What of a DeepSeek V4 configuration the attention layers need, read from any of the layouts that exist.
+
+Released checkpoints name the layers by `compress_ratios` (one entry more than there are layers: the last one is the
+multi-token-prediction layer) and keep one flat `rope_scaling`. transformers' `save_pretrained` names them by
+`layer_types` and nests `rope_parameters`. A value that means something this package does not build is an error here,
+not a surprise in a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedConfigError
+
+KV_CACHE_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LayerKind(Enum):
+    """The three kinds of attention layer; the value is the compression ratio (0: no compressed entries)."""
+
+    SWA = 0
+    C4A = 4
+    C128A = 128
+
+    @property
+    def overlap(self) -> int:
+        """How many blocks a compressed entry pools over: its own, and for C4A the one before as well."""
+        return 2 if self is LayerKind.C4A else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN parameters of the compressed layers' RoPE; there is no attention factor in this model."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV4Config:
+    """Sizes of the attention layers and of their caches.
+
+    Field names are those of the Hugging Face configuration. What is ours:
+
+    Attributes:
+        compress_ratios: one of 0, 4, 128 per layer; more entries than layers are kept and not used (the released
+            checkpoints add one for their MTP layer).
+        max_num_batched_tokens: rows of the persistent top-k buffer: the most tokens of one step.
+        kv_cache_dtype: "auto" (the dtype of the model), "float32" or "bfloat16".
+        swa_block_size: tokens in a block of the sliding-window cache.
+        compressed_block_size: tokens in a block of the compressed caches; it holds that many // ratio rows.
+        c4_state_block_size, c128_state_block_size: tokens in a block of the compressor state caches.
+
+    Raises:
+        UnsupportedConfigError: a value that this package does not build, or sizes that do not fit together.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    rms_norm_eps: float
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: YarnScaling | None
+    max_position_embeddings: int
+    vocab_size: int
+    max_num_batched_tokens: int = 8192
+    kv_cache_dtype: str = "auto"
+    swa_block_size: int = 64
+    compressed_block_size: int = 256
+    c4_state_block_size: int = 4
+    c128_state_block_size: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
+        _check_cache_dtype(self.kv_cache_dtype)
+        _check_layers(self.compress_ratios, self.num_hidden_layers)
+        _check_sizes(self)
+
+    def kind(self, layer_idx: int) -> LayerKind:
+        """The kind of a layer."""
+        return LayerKind(self.compress_ratios[layer_idx])
+
+    def cache_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the key and value caches of a model of the given dtype."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] or model_dtype
+
+    def state_block_size(self, kind: LayerKind) -> int:
+        """Tokens in a block of the compressor state cache of a layer kind."""
+        return self.c4_state_block_size if kind is LayerKind.C4A else self.c128_state_block_size
+
+    @classmethod
+    def from_hf(cls, config: Any, **overrides: Any) -> DeepseekV4Config:
+        """Read a Hugging Face configuration.
+
+        Args:
+            config: a dict as in config.json, a path (of a config.json or of the folder that holds it), or a
+                transformers configuration object; layers as `compress_ratios` or as `layer_types`.
+            overrides: fields of this class that replace or complete what the configuration says.
+
+        Raises:
+            UnsupportedConfigError: a field is missing, or asks for something this package does not build.
+        """
+        values = _as_mapping(config)
+        read = {name: values[name] for name in (f.name for f in fields(cls)) if values.get(name) is not None}
+        read["compress_ratios"] = _read_ratios(values)
+        read["qk_rope_head_dim"] = _read_rope_dims(values)
+        read.update(_read_rope(values))
+        read.update(overrides)
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in read]
+        if missing:
+            raise UnsupportedConfigError(
+                f"the configuration lacks {', '.join(missing)}; pass them as keyword arguments"
+            )
+        return cls(**read)
+
+    @classmethod
+    def flash(cls, **overrides: Any) -> DeepseekV4Config:
+        """The released Flash model: 43 layers, 64 heads."""
+        return cls(**{**_SHARED, **_FLASH, **overrides})
+
+    @classmethod
+    def pro(cls, **overrides: Any) -> DeepseekV4Config:
+        """The released Pro model: 61 layers, 128 heads."""
+        return cls(**{**_SHARED, **_PRO, **overrides})
+
+
+_SHARED: dict[str, Any] = {
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": YarnScaling(factor=16.0, original_max_position_embeddings=65536),
+    "max_position_embeddings": 1048576,
+    "vocab_size": 129280,
+}
+_FLASH: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "compress_ratios": (0, 0, *(4, 128) * 20, 4, 0),
+    "index_topk": 512,
+}
+_PRO: dict[str, Any] = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "compress_ratios": (128, 128, *(4, 128) * 29, 4, 0),
+    "index_topk": 1024,
+}
+_LAYER_TYPES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+        loaded: dict[str, Any] = json.loads(text)
+        return loaded
+    to_dict: dict[str, Any] = config.to_dict()
+    return to_dict
+
+
+def _read_ratios(values: Mapping[str, Any]) -> tuple[int, ...]:
+    if values.get("compress_ratios") is not None:
+        return tuple(values["compress_ratios"])
+    layer_types = values.get("layer_types")
+    if layer_types is None:
+        raise UnsupportedConfigError("the configuration has neither compress_ratios nor layer_types")
+    rates = {**_LAYER_TYPES, **(values.get("compress_rates") or {})}
+    unknown = sorted(set(layer_types) - set(rates))
+    if unknown:
+        raise UnsupportedConfigError(f"layer_types has {', '.join(unknown)}; supported are {', '.join(_LAYER_TYPES)}")
+    return tuple(rates[layer_type] for layer_type in layer_types)
+
+
+def _read_rope_dims(values: Mapping[str, Any]) -> int:
+    """Released checkpoints give the width, transformers the fraction of the head."""
+    if values.get("qk_rope_head_dim") is not None:
+        return int(values["qk_rope_head_dim"])
+    if values.get("partial_rotary_factor") is None:
+        raise UnsupportedConfigError("the configuration has neither qk_rope_head_dim nor partial_rotary_factor")
+    return int(values["head_dim"] * values["partial_rotary_factor"])
+
+
+def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    nested = values.get("rope_parameters") or {}
+    if "main" in nested and "compress" in nested:
+        return {
+            "rope_theta": nested["main"]["rope_theta"],
+            "compress_rope_theta": nested["compress"]["rope_theta"],
+            "rope_scaling": _read_yarn(nested["compress"]),
+        }
+    return {"rope_scaling": _read_yarn(values.get("rope_scaling") or nested)}
+
+
+def _read_yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "default":
+        return None
+    if rope_type != "yarn":
+        raise UnsupportedConfigError(f"RoPE scaling {rope_type!r} is not supported; supported are default and yarn")
+    if scaling.get("attention_factor", 1.0) != 1.0:
+        raise UnsupportedConfigError("YaRN with an attention_factor other than 1.0 is not supported")
+    return YarnScaling(**{f.name: scaling[f.name] for f in fields(YarnScaling) if f.name in scaling})
+
+
+def _check_cache_dtype(kv_cache_dtype: str) -> None:
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise UnsupportedConfigError(
+            f"kv_cache_dtype {kv_cache_dtype!r} is not supported; supported are {', '.join(KV_CACHE_DTYPES)}"
+        )
+
+
+def _check_layers(ratios: tuple[int, ...], num_layers: int) -> None:
+    known = [kind.value for kind in LayerKind]
+    for layer_idx, ratio in enumerate(ratios):
+        if ratio not in known:
+            raise UnsupportedConfigError(f"layer {layer_idx} has compression ratio {ratio}; supported are {known}")
+    if len(ratios) < num_layers:
+        raise UnsupportedConfigError(f"compress_ratios has {len(ratios)} entries for {num_layers} layers")
+
+
+def _check_sizes(config: DeepseekV4Config) -> None:
+    if config.num_attention_heads % config.o_groups:
+        raise UnsupportedConfigError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of o_groups {config.o_groups}"
+        )
+    rope = config.qk_rope_head_dim
+    if rope % 2 or rope > min(config.head_dim, config.index_head_dim):
+        raise UnsupportedConfigError(
+            f"qk_rope_head_dim {rope} must be even and at most head_dim {config.head_dim} "
+            f"and index_head_dim {config.index_head_dim}"
+        )
+    for ratio in {kind.value for kind in map(LayerKind, config.compress_ratios)} - {0}:
+        if config.compressed_block_size % ratio:
+            raise UnsupportedConfigError(
+                f"compressed_block_size {config.compressed_block_size} is not a multiple of the ratio {ratio}"
+            )

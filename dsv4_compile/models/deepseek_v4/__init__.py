@@ -1,5 +1,7 @@
 """DeepSeek V4 attention as a traced model: explicit step state in, custom ops inside, paged caches bound by address."""
 
+from .attention import DeepseekV4Attention as DeepseekV4Attention
+from .attention import InputProjections as InputProjections
 from .caches import CacheGroup as CacheGroup
 from .caches import CacheSpec as CacheSpec
 from .caches import LayerCaches as LayerCaches
@@ -7,9 +9,15 @@ from .caches import allocate_caches as allocate_caches
 from .caches import bind_caches as bind_caches
 from .caches import cache_bytes as cache_bytes
 from .caches import layer_cache_specs as layer_cache_specs
+from .compressor import Compressor as Compressor
 from .config import DeepseekV4Config as DeepseekV4Config
 from .config import LayerKind as LayerKind
 from .config import YarnScaling as YarnScaling
+from .indexer import Indexer as Indexer
 from .rope import RotaryTable as RotaryTable
 from .rope import build_cos_sin as build_cos_sin
+from .shared import SharedBuffers as SharedBuffers
+from .shared import TopkIndices as TopkIndices
+from .stack import AttentionStack as AttentionStack
+from .stack import randomise_ as randomise_
 from .step import StepState as StepState

@@ -53,7 +53,12 @@ def compress_kv_insert(
         eps: added to the mean square.
         state_cache: [num_blocks, block_size, 2 * o * D] fp32, written.
         kv_cache: [num_blocks, block_size, D], written.
+
+    Raises:
+        TypeError: the state cache is not fp32 (a model cast after its caches were bound casts them too).
     """
+    if state_cache.dtype is not torch.float32:
+        raise TypeError(f"compress_kv_insert: state_cache is {state_cache.dtype}; bind caches after casting the model")
     if positions.shape[0] == 0:
         return
     _save_states(kv_score, ape, positions, state_slot_mapping, ratio, state_cache)

@@ -14,6 +14,7 @@ from .config import DeepseekV4Config as DeepseekV4Config
 from .config import LayerKind as LayerKind
 from .config import YarnScaling as YarnScaling
 from .indexer import Indexer as Indexer
+from .norm import RMSNorm as RMSNorm
 from .rope import RotaryTable as RotaryTable
 from .rope import build_cos_sin as build_cos_sin
 from .shared import SharedBuffers as SharedBuffers

@@ -60,8 +60,7 @@ class DeepseekV4Attention(nn.Module):
         self.num_heads, self.head_dim, self.num_groups = config.num_attention_heads, config.head_dim, config.o_groups
         self.q_lora_rank, self.o_lora_rank = config.q_lora_rank, config.o_lora_rank
         self.window = config.sliding_window
-        self.eps = config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
+        self.eps = repr(config.rms_norm_eps)  # see the note "float constants" in norm.py
         self._add_parameters(config)
         self.rotary = shared.rotary(self.kind)
         compressed = self.kind is not LayerKind.SWA
@@ -129,7 +128,7 @@ class DeepseekV4Attention(nn.Module):
         """Both RMS norms: qr [T, q_lora] and kv [T, head_dim]."""
         qr = qr_kv.new_empty(qr_kv.shape[0], self.q_lora_rank)
         kv = qr_kv.new_empty(qr_kv.shape[0], self.head_dim)
-        torch.ops.dsv4.fused_q_kv_rmsnorm(qr_kv, self.q_norm, self.kv_norm, self.eps, qr, kv)
+        torch.ops.dsv4.fused_q_kv_rmsnorm(qr_kv, self.q_norm, self.kv_norm, float(self.eps), qr, kv)
         return qr, kv
 
     def project_query_and_cache_kv(self, qr: Tensor, kv: Tensor, positions: Tensor, step: StepState) -> Tensor:
@@ -137,7 +136,7 @@ class DeepseekV4Attention(nn.Module):
         q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
         rotated = torch.empty_like(q)
         torch.ops.dsv4.qnorm_rope_kv_insert(
-            q, kv, positions, self.rotary.cos_sin, step.swa_slot_mapping, self.eps, rotated, self.swa_cache
+            q, kv, positions, self.rotary.cos_sin, step.swa_slot_mapping, float(self.eps), rotated, self.swa_cache
         )
         return rotated
 
@@ -180,7 +179,7 @@ class DeepseekV4Attention(nn.Module):
             topk_indices,
             self.window,
             self.kind.value,
-            self.scale,
+            self.head_dim**-0.5,
             out,
         )
         return out

@@ -29,7 +29,7 @@ class Compressor(nn.Module):
         super().__init__()
         self.kind = kind
         self.ratio = kind.value
-        self.eps = config.rms_norm_eps
+        self.eps = repr(config.rms_norm_eps)  # see the note "float constants" in norm.py
         channels = kind.overlap * width
         self.fused_wkv_wgate = nn.Linear(config.hidden_size, 2 * channels, bias=False)
         self.ape = nn.Parameter(torch.zeros(self.ratio, channels))
@@ -63,7 +63,7 @@ class Compressor(nn.Module):
             state_slots,
             slots,
             self.ratio,
-            self.eps,
+            float(self.eps),
             self.state_cache,
             cache,
         )

@@ -25,7 +25,6 @@ class Indexer(nn.Module):
         super().__init__()
         self.num_heads = config.index_n_heads
         self.width = config.index_head_dim
-        self.scale = self.width**-0.5 * self.num_heads**-0.5
         self.wq_b = nn.Linear(config.q_lora_rank, self.num_heads * self.width, bias=False)
         self.weights_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
         self.rotary = shared.rotary(LayerKind.C4A)
@@ -51,6 +50,8 @@ class Indexer(nn.Module):
         index_q = self.wq_b(qr).view(-1, self.num_heads, self.width)
         rotated = torch.empty_like(index_q)
         scaled = torch.empty_like(weights, dtype=torch.float32)
-        torch.ops.dsv4.indexer_q_rope(index_q, weights, positions, self.rotary.cos_sin, self.scale, rotated, scaled)
+        torch.ops.dsv4.indexer_q_rope(
+            index_q, weights, positions, self.rotary.cos_sin, self.width**-0.5 * self.num_heads**-0.5, rotated, scaled
+        )
         self.compressor(kv_score, positions, step, self.k_cache)
         return rotated, None, scaled

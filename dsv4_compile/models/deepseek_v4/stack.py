@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .attention import DeepseekV4Attention
 from .config import DeepseekV4Config
+from .norm import RMSNorm
 from .shared import SharedBuffers
 from .step import StepState
 
@@ -16,7 +17,7 @@ class StackLayer(nn.Module):
 
     def __init__(self, config: DeepseekV4Config, layer_idx: int, shared: SharedBuffers) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = DeepseekV4Attention(config, layer_idx, shared)
 
     def forward(self, hidden_states: Tensor, positions: Tensor, step: StepState) -> Tensor:
@@ -34,13 +35,14 @@ class AttentionStack(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(StackLayer(config, i, shared) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         randomise_(self, seed=seed)
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepState) -> Tensor:
         """Logits [T, vocab] of input_ids [T] int64 at positions [T] int64."""
-        hidden_states = self.embedding(input_ids)
+        # not the module's forward: its float norm_type would be an input, see the note "float constants"
+        hidden_states = nn.functional.embedding(input_ids, self.embedding.weight)
         for layer in self.layers:
             hidden_states = layer(hidden_states, positions, step)
         logits: Tensor = self.lm_head(self.norm(hidden_states))

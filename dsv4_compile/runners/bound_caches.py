@@ -1,0 +1,66 @@
+"""The caches of a runner, on the attention layers of its model.
+
+A layer has one set of caches. A second runner on the same model takes the layers over, and the first one would go on
+writing block numbers of caches that are gone; it notices instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..errors import RunnerError
+from ..models.deepseek_v4.attention import DeepseekV4Attention
+from ..models.deepseek_v4.caches import CacheGroup, allocate_caches
+from ..models.deepseek_v4.config import DeepseekV4Config
+
+
+class BoundCaches:
+    """Allocates caches for the layers found in a module and binds them.
+
+    Args:
+        module: holds the attention layers.
+        config: sizes of the caches.
+        num_blocks: blocks by group.
+        device: where the caches live; None: where the layers are.
+
+    Raises:
+        RunnerError: the module has no attention layer of ours, or is no module at all.
+    """
+
+    def __init__(
+        self,
+        module: object,
+        config: DeepseekV4Config,
+        num_blocks: Mapping[str, int],
+        device: torch.device | str | None,
+    ) -> None:
+        self._layers = _attention_layers(module)
+        weight = self._layers[0].wq_b.weight
+        self.device = weight.device if device is None else torch.device(device)
+        counts = cast("Mapping[CacheGroup, int]", num_blocks)
+        self._caches = allocate_caches(config, counts, dtype=weight.dtype, device=self.device)
+        for layer in self._layers:
+            layer.bind(self._caches[layer.layer_idx])
+
+    def check(self) -> None:
+        """Raise RunnerError unless the layers still have these caches."""
+        if any(layer.swa_cache is not self._caches[layer.layer_idx].swa_cache for layer in self._layers):
+            raise RunnerError(
+                "the attention layers no longer have this runner's caches: another runner was built on the same model, "
+                "or the model was moved; build a new runner"
+            )
+
+
+def _attention_layers(module: object) -> list[DeepseekV4Attention]:
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    layers = [layer for layer in modules if isinstance(layer, DeepseekV4Attention)]
+    if not layers:
+        raise RunnerError(
+            f"no DeepseekV4Attention layer in {type(module).__name__}; pass the module that holds the layers as "
+            "attention=, or swap them in with dsv4_compile.integrations.transformers.swap_attention"
+        )
+    return layers

@@ -1,0 +1,250 @@
+"""The serving loop: requests in, one model call a step, tokens out.
+
+`ModelRunnerV1` and `ModelRunnerV2` share everything but how step tensors are made (see `step_inputs.py`), which is
+what decides how much of a model may be captured. Both sample greedily, from the last token of each request's chunk.
+
+A step either happens or it does not: requests advance only after the model returned, so a call that raises leaves
+every request and its blocks as they were, and the next step runs the same chunks again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidRequestError, OutOfBlocksError, RunnerError
+from ..models.deepseek_v4.config import DeepseekV4Config
+from ..models.deepseek_v4.step import StepState
+from .batch import BatchBuilder, block_groups
+from .block_allocator import BlockAllocator
+from .bound_caches import BoundCaches
+from .limits import RunnerLimits
+from .progress import progress_bar
+from .requests import Request, check_request
+from .scheduler import Chunk, Scheduler
+from .step_inputs import FreshInputs, InputMaker, ModelInputs, PersistentInputs
+
+Model = Callable[[Tensor, Tensor, StepState], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        scheduled: (request id, first position, end position) of every chunk, in row order.
+        new_tokens: the token that each request got, by request id; requests still in their prompt got none.
+        finished: all new tokens of the requests that ended with this step; the runner has forgotten them.
+    """
+
+    scheduled: tuple[tuple[int, int, int], ...]
+    new_tokens: Mapping[int, int]
+    finished: Mapping[int, list[int]]
+
+
+class ModelRunner(ABC):
+    """What the runners share; use `ModelRunnerV1` or `ModelRunnerV2`.
+
+    Args:
+        model: `model(input_ids [T], positions [T], step) -> logits [T, vocab]`, compiled or not.
+        config: the sizes the model was built with.
+        max_num_reqs: requests that run at once, at least 2; more than that wait.
+        max_num_batched_tokens: tokens of a step at most; longer prompts are prefilled in chunks of it.
+        max_model_len: tokens of a request at most, answer included.
+        num_blocks: blocks of the groups "swa", "compressed", "c4_state", "c128_state"; a group left out gets enough
+            that nobody is ever preempted.
+        buckets: token counts a step is padded to, the smallest that fits; a step above all of them, or every step if
+            None, runs unpadded.
+        device: where the caches and inputs live; None: where the attention layers are.
+        attention: the module that holds the attention layers; needed only if `model` is not a module itself.
+
+    Raises:
+        RunnerError: an argument that makes no sense, or no attention layer to bind the caches to.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: DeepseekV4Config,
+        *,
+        max_num_reqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_blocks: Mapping[str, int] | None = None,
+        buckets: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        attention: nn.Module | None = None,
+    ) -> None:
+        self.model = model
+        self.limits = RunnerLimits(
+            config=config,
+            max_num_reqs=max_num_reqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            buckets=tuple(buckets or ()),
+        )
+        groups = block_groups(config)
+        counts = self.limits.count_blocks(groups, num_blocks or {})
+        self.blocks = BlockAllocator(groups, counts, max_num_reqs, max_model_len)
+        self._caches = BoundCaches(model if attention is None else attention, config, counts, device)
+        self._scheduler = Scheduler(self.blocks, max_num_reqs, max_num_batched_tokens)
+        self._builder = BatchBuilder(config, self.blocks, max_num_reqs)
+        self._inputs = self._make_inputs(self._caches.device)
+        self._active: dict[int, Request] = {}
+        self._ids = count()
+
+    @abstractmethod
+    def _make_inputs(self, device: torch.device) -> InputMaker:
+        """How this runner hands step tensors to the model."""
+
+    @property
+    def num_active(self) -> int:
+        """Requests that wait or run."""
+        return len(self._active)
+
+    def add_request(self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: Iterable[int] = ()) -> int:
+        """Let a request join; it starts with the next step that has room.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: how many tokens to generate at most.
+            stop_tokens: ids that end the answer early; they are part of it.
+
+        Returns:
+            The id of the request.
+
+        Raises:
+            InvalidRequestError: an empty prompt, one that is too long, or a token id out of range.
+            OutOfBlocksError: the whole pool could not hold the request.
+        """
+        request_id = next(self._ids)
+        self._check(f"request {request_id}", prompt, max_new_tokens)
+        request = Request(request_id, list(prompt), len(prompt), max_new_tokens, frozenset(stop_tokens))
+        self._active[request_id] = request
+        self._scheduler.add(request)
+        return request_id
+
+    def cancel_request(self, request_id: int) -> None:
+        """Let a request leave before it is finished; its blocks go back.
+
+        Raises:
+            InvalidRequestError: there is no such request, or not any more.
+        """
+        if request_id not in self._active:
+            raise InvalidRequestError(f"request {request_id} is not active: it ended already or was never added")
+        self._scheduler.remove(self._active.pop(request_id))
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Run one batch: decodes first, then prefills; an idle runner does nothing.
+
+        Raises:
+            RunnerError: another runner has bound its caches to the model, or the logits have the wrong shape.
+            Exception: what the model raises; the requests are as before the call.
+        """
+        self._caches.check()
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return StepResult(scheduled=(), new_tokens={}, finished={})
+        inputs = self._prepare(chunks)
+        tokens = _sample(self.model(inputs.input_ids, inputs.positions, inputs.step), len(inputs.input_ids), chunks)
+        return self._commit(chunks, tokens)
+
+    def padding_inputs(self, num_tokens: int) -> ModelInputs:
+        """Inputs of a step in which every row is padding: it writes no cache, so it can warm up or capture a model."""
+        return self._inputs.make(self._builder.build(()), num_tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        progress: bool | None = None,
+        stop_tokens: Iterable[int] = (),
+    ) -> list[list[int]]:
+        """Answer all prompts greedily.
+
+        Args:
+            prompts: token ids, one sequence a prompt.
+            max_new_tokens: how many tokens to generate for each at most.
+            progress: show a bar or not; None: on a terminal.
+            stop_tokens: ids that end an answer early; they are part of it.
+
+        Returns:
+            The new tokens of each prompt.
+
+        Raises:
+            InvalidRequestError, OutOfBlocksError: as `add_request`; raised before anything runs.
+            RunnerError: other requests are active, whose results would be lost.
+        """
+        if self._active:
+            raise RunnerError(f"generate needs an idle runner, and {self.num_active} requests are active; use step()")
+        stop_tokens = frozenset(stop_tokens)
+        for index, prompt in enumerate(prompts):
+            self._check(f"prompt {index}", prompt, max_new_tokens)
+        ids = [self.add_request(prompt, max_new_tokens, stop_tokens) for prompt in prompts]
+        answers: dict[int, list[int]] = {}
+        try:
+            with progress_bar(len(ids) * max_new_tokens, "tok", progress) as advance:
+                while self._active:
+                    result = self.step()
+                    answers.update(result.finished)
+                    advance(len(result.new_tokens))
+        finally:
+            for request_id in tuple(self._active):
+                self.cancel_request(request_id)
+        return [answers[request_id] for request_id in ids]
+
+    def _check(self, name: str, prompt: Sequence[int], max_new_tokens: int) -> None:
+        limits = self.limits
+        check_request(
+            name, prompt, max_new_tokens, vocab_size=limits.config.vocab_size, max_model_len=limits.max_model_len
+        )
+        # the last token of an answer is never fed back, so it needs no room
+        if reason := self.blocks.shortage(len(prompt) + max_new_tokens - 1):
+            raise OutOfBlocksError(f"{name} needs {reason}; build the runner with more num_blocks or ask for less")
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> ModelInputs:
+        host = self._builder.build(chunks)
+        return self._inputs.make(host, self.limits.padded(len(host["input_ids"])))
+
+    def _commit(self, chunks: Sequence[Chunk], tokens: Mapping[int, int]) -> StepResult:
+        finished = {}
+        for chunk in chunks:
+            self._scheduler.commit(chunk)
+            request = chunk.request
+            if request.id in tokens:
+                request.tokens.append(tokens[request.id])
+            if request.is_finished:
+                finished[request.id] = request.new_tokens
+                self.cancel_request(request.id)
+        scheduled = tuple((chunk.request.id, chunk.start, chunk.end) for chunk in chunks)
+        return StepResult(scheduled=scheduled, new_tokens=tokens, finished=finished)
+
+
+class ModelRunnerV1(ModelRunner):
+    """mrv1: new step tensors every step."""
+
+    def _make_inputs(self, device: torch.device) -> InputMaker:
+        return FreshInputs(device)
+
+
+class ModelRunnerV2(ModelRunner):
+    """mrv2: step tensors live in persistent padded buffers, complete before the first step."""
+
+    def _make_inputs(self, device: torch.device) -> InputMaker:
+        return PersistentInputs(self._builder.build(()), self.limits.max_num_batched_tokens, device)
+
+
+def _sample(logits: Tensor, num_rows: int, chunks: Sequence[Chunk]) -> dict[int, int]:
+    """The likeliest next token of each request whose chunk is its last, by request id."""
+    if logits.dim() != 2 or len(logits) != num_rows:
+        raise RunnerError(f"the model returned logits of shape {tuple(logits.shape)} for {num_rows} tokens")
+    ends = accumulate(chunk.num_tokens for chunk in chunks)
+    last = {chunk.request.id: end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last}
+    rows = torch.tensor(list(last.values()), dtype=torch.int64, device=logits.device)
+    return dict(zip(last, logits[rows].argmax(dim=-1).tolist(), strict=True))

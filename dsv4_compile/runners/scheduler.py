@@ -1,0 +1,133 @@
+"""Which requests run in the next step, and with how many tokens.
+
+A step has a budget of tokens. Requests that decode come first (one token each), then running prefills go on, then
+waiting requests join in the order of their arrival; a prompt that is longer than what is left of the budget is
+prefilled in chunks. Running requests are always the earliest of those that are not finished.
+
+When the blocks run out, the youngest running request is *preempted*: it gives back all its blocks and waits; later
+it recomputes the tokens it has, those it generated included, and goes on. No request fails in the middle of its
+answer, and the earliest one can always advance, because a request that a whole pool cannot hold was refused when it
+was added. A waiting request joins only when its whole chunk fits, or when nothing else runs.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .block_allocator import BlockAllocator
+from .requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens [start, end) of a request, which run in one step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the chunk."""
+        return self.end - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token of the request comes out of this chunk."""
+        return self.end == len(self.request.tokens)
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Requests, waiting and running, and the rows and blocks they hold.
+
+    Attributes:
+        blocks: the allocator; requests hold rows of it while they run.
+        max_num_reqs: how many requests run at once; not more than the allocator has rows.
+        max_num_batched_tokens: the budget of a step.
+    """
+
+    blocks: BlockAllocator
+    max_num_reqs: int
+    max_num_batched_tokens: int
+    _waiting: list[Request] = field(default_factory=list, init=False)
+    _running: list[Request] = field(default_factory=list, init=False)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._running
+        yield from self._waiting
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        insort(self._waiting, request, key=lambda waiting: waiting.id)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request and give back what it holds."""
+        if request.row is None:
+            self._waiting.remove(request)
+        else:
+            self._release(request)
+
+    def schedule(self) -> tuple[Chunk, ...]:
+        """The chunks of the next step, decodes first; their blocks are allocated. Empty if there is no request."""
+        plan: dict[int, Chunk] = {}
+        num_running = len(self._running)
+        for request in sorted(self._running, key=lambda request: (request.remaining > 1, request.id)):
+            self._continue(request, plan)
+        if len(self._running) == num_running:  # else a preempted request would come back at once
+            self._admit(plan)
+        return tuple(sorted(plan.values(), key=lambda chunk: chunk.num_tokens > 1))
+
+    def commit(self, chunk: Chunk) -> None:
+        """Record that a chunk is computed; blocks that fell out of every window go back."""
+        request = chunk.request
+        assert request.row is not None
+        request.num_computed = chunk.end
+        self.blocks.release_before(request.row, chunk.end)
+
+    def _continue(self, request: Request, plan: dict[int, Chunk]) -> None:
+        while request.row is not None and (wanted := self._wanted(request, plan)):
+            if fit := self.blocks.tokens_that_fit(request.row, request.num_computed, wanted):
+                self._grant(request, fit, plan)
+                return
+            self._preempt(self._running[-1], plan)
+
+    def _admit(self, plan: dict[int, Chunk]) -> None:
+        while self._waiting and len(self._running) < self.max_num_reqs:
+            request = self._waiting[0]
+            wanted = self._wanted(request, plan)
+            row = self.blocks.open_row()
+            fit = self.blocks.tokens_that_fit(row, 0, wanted)
+            if fit == 0 or (fit < wanted and self._running):
+                self.blocks.close_row(row)
+                return
+            self._waiting.pop(0)
+            self._running.append(request)
+            request.row = row
+            self._grant(request, fit, plan)
+
+    def _wanted(self, request: Request, plan: dict[int, Chunk]) -> int:
+        return min(request.remaining, self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in plan.values()))
+
+    def _grant(self, request: Request, num_tokens: int, plan: dict[int, Chunk]) -> None:
+        assert request.row is not None
+        end = request.num_computed + num_tokens
+        self.blocks.extend(request.row, end)
+        plan[request.id] = Chunk(request, request.num_computed, end)
+
+    def _preempt(self, request: Request, plan: dict[int, Chunk]) -> None:
+        plan.pop(request.id, None)
+        self._release(request)
+        request.num_computed = 0
+        self.add(request)
+
+    def _release(self, request: Request) -> None:
+        assert request.row is not None
+        self._running.remove(request)
+        self.blocks.close_row(request.row)
+        request.row = None

@@ -1,0 +1,76 @@
+"""What holds for every op: its schema tells the truth, fakes agree, padding touches nothing, no row is no error."""
+
+import op_samples
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.ops.registry import snapshot
+
+
+def run(name, arguments):
+    assert op_samples.op(name)(**arguments) is None
+    return arguments
+
+
+def written(name, arguments):
+    """Names and values of the arguments that the schema marks as mutated."""
+    schema = op_samples.op(name)._schema
+    return {a.name: arguments[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def test_there_is_a_sample_of_every_op():
+    assert {f"dsv4::{name}" for name in op_samples.VARIANTS} == {n for n in snapshot() if n.startswith("dsv4::")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
+def test_opcheck(name, variant, dtype):
+    result = torch.library.opcheck(op_samples.op(name), (), op_samples.sample(name, variant, dtype=dtype))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
+def test_padded_rows_change_nothing(name, variant):
+    plain = run(name, op_samples.sample(name, variant))
+    padded = run(name, op_samples.pad(name, op_samples.sample(name, variant), 6))
+    for key, expected in written(name, plain).items():
+        if key.endswith("cache"):
+            assert torch.equal(padded[key], expected)
+        else:
+            tokens = slice(op_samples.NUM_TOKENS)
+            torch.testing.assert_close(padded[key][tokens], expected[tokens], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
+def test_a_step_of_padding_alone_changes_no_cache(name, variant):
+    arguments = op_samples.pad(name, op_samples.sample(name, variant), 6)
+    before = {}
+    for key in op_samples.PADDED[name]:
+        arguments[key] = arguments[key][op_samples.NUM_TOKENS :]
+    for key, value in arguments.items():
+        before[key] = value.clone() if isinstance(value, Tensor) else value
+    run(name, arguments)
+    for key in written(name, arguments):
+        if key.endswith("cache"):
+            assert torch.equal(arguments[key], before[key])
+
+
+@pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
+def test_no_tokens(name, variant):
+    arguments = op_samples.sample(name, variant)
+    for key in op_samples.PADDED[name]:
+        arguments[key] = arguments[key][:0]
+    before = {key: value.clone() for key, value in written(name, arguments).items()}
+    run(name, arguments)
+    for key, value in written(name, arguments).items():
+        assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
+def test_nothing_but_declared_arguments_is_written(name, variant):
+    arguments = op_samples.sample(name, variant)
+    before = {key: value.clone() for key, value in arguments.items() if isinstance(value, Tensor)}
+    run(name, arguments)
+    changed = {key for key, value in before.items() if not torch.equal(arguments[key], value)}
+    assert changed == set(written(name, arguments))

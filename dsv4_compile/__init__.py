@@ -7,6 +7,7 @@ with torch and imports neither Dynamo nor Inductor nor transformers.
 from . import ops as ops
 from .counting import Counters as Counters
 from .counting import counters as counters
+from .inspect.explaining import explain as explain
 from .ops.registry import register_op as register_op
 
 __version__ = "0.1.0"

@@ -5,7 +5,21 @@ Nothing here may import Dynamo or Inductor at module level: `dsv4_compile` is im
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
 import torch
+from torch import fx
+
+# Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+INFERENCE_MODE_FUNCTIONS = (
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+)
 
 
 def all_op_names() -> list[str]:
@@ -22,3 +36,105 @@ def schemas_of(name: str) -> list[torch._C.FunctionSchema]:
         return list(schemas)
     wanted = "" if overload == "default" else overload
     return [schema for schema in schemas if schema.overload_name == wanted]
+
+
+def resolve_overload(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The `OpOverload` that calling an op packet, an overload or a `custom_op` object with these values reaches."""
+    target = getattr(target, "_opoverload", target)
+    if not isinstance(target, torch._ops.OpOverloadPacket):
+        return target
+    overloads = target.overloads()
+    if len(overloads) == 1:
+        return getattr(target, overloads[0])
+    name = torch._C._jit_resolve_packet(target._qualified_op_name, *args, **kwargs)
+    return getattr(target, name)
+
+
+def op_name(overload: Any) -> str:
+    """ "ns::op.overload" of an `OpOverload`, with ".default" spelled out."""
+    return f"{overload.namespace}::{overload._opname}.{overload._overloadname}"
+
+
+def wrapped_op(node: fx.Node) -> Any:
+    """The op that a functionalised call (`auto_functionalized` and its second version) stands for, or None."""
+    name = getattr(node.target, "_name", "")
+    return node.args[0] if node.op == "call_function" and str(name).startswith("auto_functionalized") else None
+
+
+def is_static_input(tensor: torch.Tensor) -> bool:
+    """Parameters, buffers and what `torch._dynamo.mark_static_address` marked."""
+    return isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "_dynamo_static_input_type")
+
+
+def source_of(placeholder: fx.Node) -> str:
+    """Dynamo's source of a graph input, such as "L['step'].seq_lens"; the node's name if it has none."""
+    grapharg = placeholder.meta.get("grapharg")
+    if grapharg is None:
+        return placeholder.name
+    name = grapharg.source.name
+    return str(name() if callable(name) else name)  # a method until torch 2.9, a property since
+
+
+def graph_break_reason(gm: fx.GraphModule) -> str | None:
+    """Why Dynamo ended this graph before the function did, or None if it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return str(reason.reason) if reason is not None and reason.graph_break else None
+
+
+def refakify(example_inputs: Sequence[Any], placeholders: Sequence[fx.Node]) -> tuple[Any, list[Any]]:
+    """The fake mode of the current trace, and one fake or SymInt per graph input, all of that mode.
+
+    The `example_value` of a parameter belongs to another mode, so tensors are made fake again, with the symbolic
+    context and the source that Dynamo used: without the source a dynamic size would get a new symbol.
+    """
+    context = torch._guards.TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None, "a Dynamo backend always runs under a fake mode"
+    fakes: list[Any] = []
+    for example, placeholder in zip(example_inputs, placeholders, strict=True):
+        if isinstance(example, torch.Tensor):
+            symbolic = context.tensor_to_context.get(example)
+            source = getattr(symbolic, "tensor_source", None)
+            fakes.append(mode.from_tensor(example, symbolic_context=symbolic, source=source))
+        else:
+            fakes.append(placeholder.meta["example_value"])
+    return mode, fakes
+
+
+def expr_of(size: Any) -> sympy.Expr:
+    """The sympy expression of an int or a SymInt."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def hint_of(size: Any) -> int:
+    """The value an int or a SymInt had when the graph was traced."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """A symbol whose value is only known once data is there."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+
+
+def build_expr(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node], graph: fx.Graph) -> Any:
+    """Nodes that compute a size expression from size symbols, appended at the graph's insertion point.
+
+    Returns an int for a constant, else a node.
+    """
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    if expr.is_Integer:
+        return int(expr)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    environment = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expr.free_symbols}
+    return sympy_interp(PythonReferenceAnalysis, environment, expr).node
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace, if one is being written; `text` is only called then."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -30,6 +30,10 @@ class TrainingError(Dsv4Error):
     """The compiled model was called with grad enabled on something that requires grad."""
 
 
+class UnsupportedInputError(Dsv4Error):
+    """An input of the model is of a kind that cannot be captured."""
+
+
 class HazardError(Dsv4Error):
     """A captured node would read step state or the step context of a runner that replaces it every step."""
 
@@ -40,6 +44,10 @@ class AliasingOpError(Dsv4Error):
 
 class PlanError(Dsv4Error):
     """An invariant of the plan does not hold: a fault of this package, never of the model."""
+
+
+class ExplainError(Dsv4Error):
+    """There is nothing to explain: no graph, no such module or function."""
 
 
 class RunnerError(Dsv4Error):

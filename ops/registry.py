@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ..compat import all_op_names, schemas_of
@@ -78,6 +78,20 @@ def snapshot() -> Mapping[str, RegisteredOp]:
     """The registered ops by name, as they are now; later registrations do not change it."""
     with _lock:
         return dict(_registered)
+
+
+def with_split_ops(ops: Mapping[str, RegisteredOp], names: Sequence[str]) -> dict[str, RegisteredOp]:
+    """`ops` with these names as split ops; they win over any registered role and keep the rest of what is known."""
+    merged = dict(ops)
+    for name in names:
+        merged[name] = replace(find_op(ops, name) or RegisteredOp(name, "split"), name=name, role="split")
+        merged.update({op: replace(ops[op], role="split") for op in ops if op.startswith(f"{name}.")})
+    return merged
+
+
+def find_op(ops: Mapping[str, RegisteredOp], overload: str) -> RegisteredOp | None:
+    """What `ops` knows of "ns::op.overload": an entry for that overload first, then one for all of "ns::op"."""
+    return ops.get(overload) or ops.get(overload.partition(".")[0])
 
 
 def check_op_name(name: str) -> None:

@@ -1,0 +1,73 @@
+"""The backend, top to bottom.
+
+options                                  -> Config     config.py
+Dynamo's graph                           -> Draft      tracing.py
+normalise, effects, regions, partition   -> Draft      passes/__init__.py, in order
+what explain, logs and dumps show        -> Plan       make_plan.py
+pieces and regions, one after another    -> callable   runtime/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from .compat import graph_break_reason, refakify
+from .config import Config
+from .counting import counters
+from .draft import Draft
+from .inspect.artifacts import Artifacts
+from .make_plan import make_plan
+from .ops.registry import snapshot, with_split_ops
+from .passes import Observer, pass_order, run_passes
+from .plan import Plan
+from .runtime.uncaptured import UncapturedCallable
+from .tracing import draft_graph
+
+
+def dsv4_piecewise(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: `torch.compile(model, backend="dsv4_piecewise", options={...})`.
+
+    Args:
+        gm: the graph Dynamo traced, before AOTAutograd; it is not changed.
+        example_inputs: one real tensor or SymInt per placeholder.
+        options: see README.md; not changed.
+        mode: only None or "default".
+
+    Returns:
+        A callable that takes and returns what the graph does.
+
+    Raises:
+        Dsv4Error: one of its subclasses in `errors`, as itself.
+    """
+    config = Config.from_options(options, mode)
+    artifacts = Artifacts(config)
+    draft, plan = plan_graph(gm, example_inputs, config, artifacts.observe)
+    artifacts.finish(draft, plan)
+    counters.add(
+        graphs_compiled=1,
+        pieces_compiled=len(plan.pieces) - len(draft.copies),
+        pieces_reused=len(draft.copies),
+        regions=len(plan.regions),
+    )
+    return UncapturedCallable(draft)
+
+
+def plan_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, observe: Observer
+) -> tuple[Draft, Plan]:
+    """Compute what becomes of a graph, without compiling or capturing anything."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    fake_mode, fakes = refakify(example_inputs, placeholders)
+    ops = with_split_ops(snapshot(), config.split_ops)
+    draft = draft_graph(gm, example_inputs, fakes, ops, graph_break_reason(gm))
+    draft = run_passes(draft, pass_order(config, fake_mode), observe)
+    return draft, make_plan(draft, config)

@@ -1,0 +1,199 @@
+"""Options of the backend: one frozen record made by `Config.from_options`, which refuses what it does not know.
+
+No option is accepted and ignored. The table of options with their meaning is in README.md; the valid values are
+the `Literal` types below, so that they are written once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from .errors import OptionError
+from .ops.registry import check_op_name
+
+Runner = Literal["auto", "mrv1", "mrv2"]
+Region = Literal["runner", "narrow", "wide", "minimal"]
+Engine = Literal["auto", "cuda", "host", "off"]
+PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
+Check = Literal["addresses", "full", "off"]
+Pool = Literal["shared", "bucket"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of one compilation, as the user gave them (design: "runner", "region", ... in README.md)."""
+
+    runner: Runner = "auto"
+    region: Region = "runner"
+    split_ops: tuple[str, ...] = ()
+    engine: Engine = "auto"
+    capture_sizes: tuple[int, ...] | None = None
+    max_captures: int = 64
+    piece_compiler: PieceCompiler | Callable[..., Any] = "auto"
+    check: Check = "addresses"
+    static_outputs: bool = False
+    max_tokens: int | None = None
+    pool: Pool = "shared"
+    aux_streams: Literal["auto"] | int = "auto"
+    aux_stream_max_tokens: int = 1024
+    dump_dir: str | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> Config:
+        """Check the options of `torch.compile` and freeze them; the caller's mapping is not changed.
+
+        Raises:
+            OptionError: an unknown option, a value of the wrong type or outside of its range, a `mode` other than
+                "default", or an option whose machinery is not built yet.
+            UnknownOpError: `split_ops` names an op that torch does not know.
+        """
+        if mode not in (None, "default"):
+            raise OptionError(f"mode={mode!r} means nothing to dsv4_piecewise: leave it out and use options={{...}}")
+        given = dict(options or {})
+        valid = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in valid:
+                raise OptionError(f"unknown option {name!r}{_did_you_mean(name, valid)}; valid: {', '.join(valid)}")
+        checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
+        config = cls(**checked)
+        config._refuse_unbuilt()
+        return config
+
+    def _refuse_unbuilt(self) -> None:
+        for name in _UNBUILT:
+            value, default = getattr(self, name), getattr(Config, name)
+            if value != default and (name, value) not in _BUILT_VALUES:
+                raise OptionError(f"option {name}={value!r} needs machinery that is not built yet; leave it out")
+
+    @property
+    def resolved_runner(self) -> Literal["mrv1", "mrv2"]:
+        """The runner in force: "auto" is mrv1 on ROCm and mrv2 elsewhere, decided on the machine that compiles."""
+        if self.runner != "auto":
+            return self.runner
+        return "mrv1" if torch.version.hip else "mrv2"
+
+    @property
+    def resolved_region(self) -> Literal["narrow", "wide", "minimal"]:
+        """The region policy in force: "runner" is wide under mrv1 and narrow under mrv2."""
+        if self.region != "runner":
+            return self.region
+        return "wide" if self.resolved_runner == "mrv1" else "narrow"
+
+
+def runner_reason(config: Config) -> str:
+    """One phrase that says why `config.resolved_runner` is what it is."""
+    if config.runner != "auto":
+        return "asked for"
+    return f"auto: {'ROCm' if torch.version.hip else 'not ROCm'} on {platform.system()}"
+
+
+def _did_you_mean(word: str, valid: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, valid, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _one_of(words: Any) -> Callable[[str, Any], Any]:
+    valid = get_args(words)
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, str) or value not in valid:
+            hint = _did_you_mean(value, valid) if isinstance(value, str) else ""
+            raise OptionError(f"option {name}={value!r}{hint or ' is not valid'}; valid: {', '.join(valid)}")
+        return value
+
+    return check
+
+
+def _whole_number(least: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(f"option {name}={value!r} must be a whole number of at least {least}")
+        return value
+
+    return check
+
+
+def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"option {name}={value!r} must be True or False")
+    return value
+
+
+def _op_names(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(op, str) for op in value):
+        raise OptionError(f'option {name}={value!r} must be a list of op names, such as ["my::op", "my::op.out"]')
+    for op in value:
+        check_op_name(op)
+    return tuple(dict.fromkeys(value))
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise OptionError(f"option {name}={value!r} must be a list of token counts")
+    # 0 is refused too: a batch of no tokens has nothing to capture
+    return tuple(sorted({_whole_number(1)(f"{name}, item", size) for size in value}))
+
+
+def _piece_compiler(name: str, value: Any) -> Any:
+    return value if callable(value) else _one_of(PieceCompiler)(name, value)
+
+
+def _aux_streams(name: str, value: Any) -> Any:
+    return value if value == "auto" else _whole_number(0)(name, value)
+
+
+def _folder(name: str, value: Any) -> str:
+    try:
+        return str(typing.cast("Any", value).__fspath__() if hasattr(value, "__fspath__") else _text(name, value))
+    except TypeError:
+        raise OptionError(f"option {name}={value!r} must be a folder path") from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"option {name}={value!r} must be a folder path")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "runner": _one_of(Runner),
+    "region": _one_of(Region),
+    "split_ops": _op_names,
+    "engine": _one_of(Engine),
+    "capture_sizes": _optional(_sizes),
+    "max_captures": _whole_number(1),
+    "piece_compiler": _piece_compiler,
+    "check": _one_of(Check),
+    "static_outputs": _flag,
+    "max_tokens": _optional(_whole_number(1)),
+    "pool": _one_of(Pool),
+    "aux_streams": _aux_streams,
+    "aux_stream_max_tokens": _whole_number(0),
+    "dump_dir": _optional(_folder),
+}
+
+# Options that only mean something to the capture runtime, the piece compilers and the lanes.
+_UNBUILT = (
+    "engine",
+    "capture_sizes",
+    "max_captures",
+    "piece_compiler",
+    "check",
+    "static_outputs",
+    "max_tokens",
+    "pool",
+    "aux_streams",
+    "aux_stream_max_tokens",
+)
+_BUILT_VALUES = (("engine", "off"), ("piece_compiler", "eager"))

@@ -1,0 +1,181 @@
+"""The record that goes through the passes: a graph and what is known of it so far.
+
+A pass takes a `Draft` and returns one, with the graph rewritten or a field filled in. Nodes are compared by
+identity; the graph is a private copy, never the one Dynamo handed over.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import fx
+
+from .ops.registry import RegisteredOp
+
+Value = Any  # a fake tensor, a SymInt, an int, a float, None, or a tuple or list of them
+
+
+class Provenance(enum.Enum):
+    """Where a storage comes from; decides whether a captured kernel may read it in place."""
+
+    WEIGHT = "weight"
+    BUFFER = "buffer"
+    CACHE = "cache"  # a buffer or static input that the graph writes
+    STEP_STATE = "step state"
+    USER_INPUT = "user input"
+    CONSTANT = "constant"
+    SIZE = "size"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInput:
+    """One placeholder of the traced graph.
+
+    Attributes:
+        node: the placeholder.
+        name: how the user reaches it, e.g. "step.swa_slot_mapping" or "layers.0.wq_b.weight".
+        value: its fake tensor, or a SymInt.
+        provenance: of its storage; a size has none and says so.
+        static: its address may be relied on (parameters, buffers, `mark_static_address`).
+    """
+
+    node: fx.Node
+    name: str
+    value: Value
+    provenance: Provenance
+    static: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape, strides, offset, dtype and device of a value as it was when its node ran, and its storage's number."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One op reading or writing the data of one storage through one argument.
+
+    Attributes:
+        op: "ns::op.overload".
+        argument: its name in the schema.
+        storage: number of the storage.
+        write: whether the op writes it (it may read it too).
+    """
+
+    op: str
+    argument: str
+    storage: int
+    write: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What one node does, from the schemas of every op it dispatched on fake tensors.
+
+    Attributes:
+        accesses: every read and write of a storage, in order.
+        reads, writes: numbers of the storages it reads, and of those it writes.
+        makes: numbers of the storages it allocates.
+        ops: the ops it dispatched, as "ns::op.overload".
+        only_allocates: all it did was to allocate; somebody else fills it.
+        random: it draws random numbers.
+        barrier: why nothing with an effect may be moved across it, or None.
+        uncapturable: why it cannot be captured, as far as its own ops tell, or None.
+        bucket_scalar: it reads a host scalar among the graph's inputs, which nobody writes: part of the bucket.
+        result: `TensorMeta` of its result, a tuple of them for a container, None for no tensor.
+    """
+
+    accesses: tuple[Access, ...] = ()
+    reads: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    makes: frozenset[int] = frozenset()
+    ops: tuple[str, ...] = ()
+    only_allocates: bool = False
+    random: bool = False
+    barrier: str | None = None
+    uncapturable: str | None = None
+    bucket_scalar: bool = False
+    result: TensorMeta | tuple[Any, ...] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """A view, a getitem, size arithmetic or an allocation: it goes with whoever needs it.
+
+        So is a bucket scalar, which is read before anything runs.
+        """
+        if self.bucket_scalar:
+            return True
+        idle = not (self.reads or self.writes or self.random or self.barrier or self.uncapturable)
+        return idle and (self.only_allocates or not self.makes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A maximal run of nodes with one fate: a piece (captured) or a region (eager).
+
+    Attributes:
+        kind: "piece" or "region".
+        name: "piece_0", "region_0", ... in program order.
+        nodes: its nodes in the traced graph, free ones left out.
+        gm: its own graph, which always returns a tuple.
+        inputs: nodes of the traced graph it takes, sizes first.
+        outputs: nodes of the traced graph it returns.
+    """
+
+    kind: Literal["piece", "region"]
+    name: str
+    nodes: tuple[fx.Node, ...]
+    gm: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A graph on its way to a plan.
+
+    Attributes:
+        gm: the graph, a private copy.
+        inputs: its placeholders in order.
+        ops: roles of ops by name, with the `split_ops` of the options put in.
+        symbols: the placeholder that carries each size symbol.
+        leaves_grad: the grad mode the function leaves behind, if it differs from the one it was called in.
+        effects: by node, once inferred.
+        storages: provenance by storage number, once inferred.
+        eager: why a node is eager, for the eager ones, once chosen.
+        units: pieces and regions in program order, once partitioned.
+        stitched: the module that calls the units and views the outputs, once partitioned.
+        copies: for a piece that is the same as an earlier one up to its weights, the name of that one.
+        notes: remarks for the reader of the plan.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    ops: Mapping[str, RegisteredOp]
+    symbols: Mapping[sympy.Symbol, fx.Node]
+    leaves_grad: bool | None = None
+    effects: Mapping[fx.Node, Effects] = field(default_factory=dict)
+    storages: Mapping[int, Provenance] = field(default_factory=dict)
+    eager: Mapping[fx.Node, str] = field(default_factory=dict)
+    units: tuple[Unit, ...] = ()
+    stitched: fx.GraphModule | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def working_nodes(self) -> list[fx.Node]:
+        """The nodes that do something, in program order: all but inputs, constants, free nodes and the output."""
+        skip = ("placeholder", "get_attr", "output")
+        return [n for n in self.gm.graph.nodes if n.op not in skip and not self.effects[n].is_free]

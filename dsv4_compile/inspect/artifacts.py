@@ -1,0 +1,80 @@
+"""Stages of one compilation for people and tools: log lines, structured-trace artifacts, a dump folder.
+
+`TORCH_LOGS="+dsv4_compile"` prints the plan and, at debug level, every stage. The same texts go to
+`torch._logging.trace_structured`, where `tlparse` finds them. With the option `dump_dir` they are also files:
+
+    graph_0/00_dynamo.py, 01_resolve_targets.py, ...   the graph after each pass, with how many nodes it changed
+    graph_0/piece_0.py, region_0.py, ...               each unit's own graph
+    graph_0/plan.txt, plan.json
+
+Each compiled graph takes the next free `graph_<n>`; making the folder is what claims the number, so several threads
+or processes may share one `dump_dir`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import fx
+
+from ..compat import trace_artifact
+from ..config import Config
+from ..draft import Draft
+from ..errors import OptionError
+from ..plan import Plan
+
+log = logging.getLogger("dsv4_compile")
+
+
+class Artifacts:
+    """Shows the stages of one compilation; files are written as they come, so a failed pass leaves its traces."""
+
+    def __init__(self, config: Config) -> None:
+        self._folder = None if config.dump_dir is None else claim_folder(Path(config.dump_dir))
+        self._count = itertools.count()
+        self._nodes = 0
+
+    def observe(self, stage: str, draft: Draft) -> None:
+        """Show the graph after a stage."""
+        nodes = len(draft.gm.graph.nodes)
+        header = f"# {stage}: {nodes} nodes ({nodes - self._nodes:+d})"
+        self._nodes = nodes
+        self._show(f"{next(self._count):02d}_{stage}.py", lambda: f"{header}\n{_code(draft.gm)}")
+
+    def finish(self, draft: Draft, plan: Plan) -> None:
+        """Show the units and the plan."""
+        for unit in draft.units:
+            self._show(f"{unit.name}.py", partial(_code, unit.gm))
+        self._show("plan.json", plan.to_json)
+        self._show("plan.txt", lambda: str(plan), level=logging.INFO)
+        for note in plan.notes:
+            log.warning("%s", note)
+
+    def _show(self, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
+        if self._folder is not None:
+            (self._folder / name).write_text(text() + "\n", encoding="utf-8")
+        if log.isEnabledFor(level):
+            log.log(level, "%s\n%s", name, text())
+        trace_artifact(f"dsv4_{name}", text)
+
+
+def claim_folder(parent: Path) -> Path:
+    """Make the next free `graph_<n>` under a folder."""
+    for number in itertools.count():
+        folder = parent / f"graph_{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise OptionError(f"option dump_dir={str(parent)!r}: cannot make a folder there: {error}") from error
+        return folder
+    raise AssertionError("unreachable: there is always a next number")
+
+
+def _code(gm: fx.GraphModule) -> str:
+    return gm.print_readable(print_output=False)

@@ -1,0 +1,122 @@
+"""From a partitioned `Draft` to its `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .compat import expr_of, op_name
+from .config import Config, runner_reason
+from .draft import Draft, GraphInput, Provenance, TensorMeta, Unit
+from .ops.registry import find_op
+from .plan import Plan, PlanOp, PlanUnit, PlanValue
+from .reasons import why_split
+from .userlines import where
+
+
+def make_plan(draft: Draft, config: Config) -> Plan:
+    """Describe a partitioned draft."""
+    by_node = {graph_input.node: graph_input for graph_input in draft.inputs}
+    return Plan(
+        runner=config.resolved_runner,
+        runner_reason=runner_reason(config),
+        region=config.resolved_region,
+        tokens=token_count(draft),
+        sizes=tuple((str(symbol), by_node[node].name) for symbol, node in draft.symbols.items()),
+        scalars=tuple(_scalars(draft, by_node)),
+        units=tuple(_unit(draft, unit, by_node) for unit in draft.units),
+        inputs=tuple(_value(draft, i.node, by_node) for i in draft.inputs if i.provenance is not Provenance.SIZE),
+        notes=draft.notes + tuple(_uncalled(draft, config)),
+    )
+
+
+def token_count(draft: Draft) -> str | None:
+    """Dim 0 of the first tensor argument (or the registered one) of the first split op, as an expression.
+
+    Without a split op: dim 0 of the first tensor input that is not static.
+    """
+    for node in draft.working_nodes():
+        if why_split(draft, node) == "split op":
+            return _tokens_of_call(draft, node)
+    for graph_input in draft.inputs:
+        if isinstance(graph_input.value, torch.Tensor) and not graph_input.static and graph_input.value.dim():
+            return str(expr_of(graph_input.value.shape[0]))
+    return None
+
+
+def _tokens_of_call(draft: Draft, node: fx.Node) -> str | None:
+    registered = find_op(draft.ops, op_name(node.target))
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    wanted = [bound.get(registered.tokens)] if registered and registered.tokens else list(bound.values())
+    for arg in wanted:
+        for leaf in pytree.tree_leaves(arg):
+            meta = draft.effects[leaf].result if isinstance(leaf, fx.Node) else None
+            if isinstance(meta, TensorMeta) and meta.shape:
+                return str(expr_of(meta.shape[0]))
+    return None
+
+
+def _scalars(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[str]:
+    for node, effects in draft.effects.items():
+        if effects.bucket_scalar:
+            yield by_node[node.all_input_nodes[0]].name
+    for graph_input in draft.inputs:
+        if graph_input.provenance is Provenance.SIZE and not graph_input.name.endswith("]"):
+            yield graph_input.name
+
+
+def _unit(draft: Draft, unit: Unit, by_node: Mapping[fx.Node, GraphInput]) -> PlanUnit:
+    return PlanUnit(
+        kind=unit.kind,
+        name=unit.name,
+        ops=tuple(_op(draft, node, by_node) for node in unit.nodes),
+        takes=tuple(_value(draft, node, by_node) for node in unit.inputs),
+        gives=tuple(_value(draft, node, by_node) for node in unit.outputs),
+        copy_of=draft.copies.get(unit.name),
+    )
+
+
+def _op(draft: Draft, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -> PlanOp:
+    weights = [by_node[arg].name for arg in node.all_input_nodes if arg in by_node and _is_weight(by_node[arg])]
+    applied = f"[{weights[0]}]" if weights else ""
+    return PlanOp(node=node.name, op=call_name(node) + applied, reason=draft.eager.get(node), line=where(node))
+
+
+def _is_weight(graph_input: GraphInput) -> bool:
+    return graph_input.provenance is Provenance.WEIGHT
+
+
+def call_name(node: fx.Node) -> str:
+    """What a node calls: "dsv4::forward_mqa", "linear", "add_"."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return op_name(node.target).removesuffix(".default")
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _value(draft: Draft, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -> PlanValue:
+    if draft.effects[node].bucket_scalar:
+        return PlanValue(name=by_node[node.all_input_nodes[0]].name, layout="number", origin="host scalar")
+    graph_input = by_node.get(node)
+    name = graph_input.name if graph_input else node.name
+    origin = graph_input.provenance.value if graph_input else Provenance.ACTIVATION.value
+    return PlanValue(name=name, layout=layout(draft.effects[node].result), origin=origin)
+
+
+def layout(result: Any) -> str:
+    """ "[s77, 64] float32" of a tensor; "number" of anything else."""
+    if not isinstance(result, TensorMeta):
+        return "number"
+    sizes = ", ".join(str(expr_of(size)) for size in result.shape)
+    return f"[{sizes}] {str(result.dtype).removeprefix('torch.')}"
+
+
+def _uncalled(draft: Draft, config: Config) -> Iterator[str]:
+    called = {op for effects in draft.effects.values() for op in effects.ops}
+    for name in config.split_ops:
+        if not any(op == name or op.partition(".")[0] == name for op in called):
+            yield f"split_ops names {name}, which this graph never calls"

@@ -1,0 +1,126 @@
+"""The plan: what became of a graph, as frozen text-only records. `str(plan)` is the report and the snapshot format.
+
+    plan: runner mrv2 (asked for), region narrow
+    sizes: s77 = hidden_states.size()[0] (tokens)
+    2 pieces captured (12 ops), 1 region eager (2 ops)
+
+    piece_0  captured, 9 ops
+        ops    linear[wq_a.weight], dsv4::fused_q_kv_rmsnorm, ...
+        takes  hidden_states, step.swa_slot_mapping (step state), ...
+        gives  q_out [s77, 4, 32] float32
+    region_0  eager, 2 ops
+        sparse_indexer: dsv4::sparse_indexer      split op
+        ...
+
+Nothing in it depends on addresses, hashes or the time, so two processes print the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .plan_text import render_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOp:
+    """One working node.
+
+    Attributes:
+        node: its name in the traced graph.
+        op: what it calls, with the weight it applies in brackets.
+        reason: why it is eager; None where it is captured.
+        line: the user's source line.
+    """
+
+    node: str
+    op: str
+    reason: str | None
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanValue:
+    """A tensor or number that goes into a unit or out of it.
+
+    Attributes:
+        name: of the node, or of the graph input as the user reaches it.
+        layout: shape and dtype, or "int" or "float".
+        origin: provenance of a graph input ("weight", "step state", ...); "activation" for what a unit made.
+    """
+
+    name: str
+    layout: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanUnit:
+    """A piece or a region.
+
+    Attributes:
+        kind: "piece" or "region".
+        name: "piece_0", "region_0", ...
+        ops: its working nodes in order.
+        takes: what it needs from outside, sizes left out.
+        gives: what later units or the caller need of what it makes.
+        copy_of: the first piece that is the same up to its weights, or None.
+    """
+
+    kind: Literal["piece", "region"]
+    name: str
+    ops: tuple[PlanOp, ...]
+    takes: tuple[PlanValue, ...]
+    gives: tuple[PlanValue, ...]
+    copy_of: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the backend makes of one graph; `str()` gives the report, `to_json()` the same for programs.
+
+    Attributes:
+        runner: "mrv1" or "mrv2".
+        runner_reason: why that one.
+        region: "narrow", "wide" or "minimal".
+        tokens: the size expression of the token count, or None if there is none.
+        sizes: size symbol and where it comes from.
+        scalars: host scalars that are part of the bucket.
+        units: pieces and regions in program order.
+        inputs: the graph's tensor inputs.
+        notes: remarks, such as an op in `split_ops` that the graph never calls.
+    """
+
+    runner: str
+    runner_reason: str
+    region: str
+    tokens: str | None
+    sizes: tuple[tuple[str, str], ...]
+    scalars: tuple[str, ...]
+    units: tuple[PlanUnit, ...]
+    inputs: tuple[PlanValue, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def pieces(self) -> tuple[PlanUnit, ...]:
+        """The captured units."""
+        return tuple(unit for unit in self.units if unit.kind == "piece")
+
+    @property
+    def regions(self) -> tuple[PlanUnit, ...]:
+        """The eager units."""
+        return tuple(unit for unit in self.units if unit.kind == "region")
+
+    def __str__(self) -> str:
+        return render_plan(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON, keys as the attributes here."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain dictionaries and lists."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,113 @@
+"""The text of a plan: see `plan.Plan`."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan, PlanOp, PlanUnit, PlanValue
+
+WIDTH = 120
+# Origins of inputs in the order in which they are listed. Weights show in the brackets of the ops that apply them.
+_LISTED = ("host scalar", "user input", "step state", "cache", "buffer", "constant")
+
+
+def render_plan(plan: Plan) -> str:
+    """The whole report, no trailing newline."""
+    return "\n".join(line.rstrip() for line in _lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"plan: runner {plan.runner} ({plan.runner_reason}), region {plan.region}"
+    yield from _sizes(plan)
+    yield _summary(plan)
+    for note in plan.notes:
+        yield f"note: {note}"
+    for unit in plan.units:
+        yield ""
+        yield from _unit(unit)
+    if plan.inputs:
+        yield ""
+        yield "inputs"
+        yield from _inputs(plan.inputs)
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    named = [f"{symbol} = {source}{' (tokens)' if symbol == plan.tokens else ''}" for symbol, source in plan.sizes]
+    if plan.tokens is not None and plan.tokens not in dict(plan.sizes):
+        named.append(f"tokens = {plan.tokens}")
+    if named:
+        yield f"sizes: {', '.join(named)}"
+    if plan.scalars:
+        yield f"host scalars, part of the bucket: {', '.join(plan.scalars)}"
+
+
+def _summary(plan: Plan) -> str:
+    captured = sum(len(unit.ops) for unit in plan.pieces)
+    eager = sum(len(unit.ops) for unit in plan.regions)
+    copies = sum(unit.copy_of is not None for unit in plan.units)
+    same = f", {copies} of them copies" if copies else ""
+    return (
+        f"{_count(len(plan.pieces), 'piece')} captured ({_count(captured, 'op')}){same}, "
+        f"{_count(len(plan.regions), 'region')} eager ({_count(eager, 'op')})"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _unit(unit: PlanUnit) -> Iterator[str]:
+    fate = "captured" if unit.kind == "piece" else "eager"
+    copy = f", a copy of {unit.copy_of}" if unit.copy_of else ""
+    yield f"{unit.name}  {fate}, {_count(len(unit.ops), 'op')}{copy}"
+    if unit.kind == "region":
+        yield from _eager_ops(unit.ops)
+    elif unit.copy_of is None:
+        runs = itertools.groupby(op.op for op in unit.ops)
+        yield from _wrapped("ops", [_repeated(op, len(list(run))) for op, run in runs])
+    yield from _takes(unit.takes)
+    yield from _wrapped("gives", [f"{value.name} {value.layout}" for value in unit.gives])
+
+
+def _eager_ops(ops: Sequence[PlanOp]) -> Iterator[str]:
+    width = max(len(op.op) for op in ops)
+    for op in ops:
+        yield f"    {op.op:<{width}}  {op.reason}"
+
+
+def _repeated(op: str, times: int) -> str:
+    return op if times == 1 else f"{op} x{times}"
+
+
+def _takes(values: Sequence[PlanValue]) -> Iterator[str]:
+    """What other units made first, then the graph's inputs by origin."""
+    yield from _wrapped("takes", [value.name for value in values if value.origin == "activation"])
+    for origin in _LISTED:
+        yield from _wrapped("takes", [value.name for value in values if value.origin == origin], f"{origin}: ")
+
+
+def _wrapped(label: str, items: Sequence[str], prefix: str = "") -> Iterator[str]:
+    if items:
+        yield from textwrap.wrap(
+            prefix + ", ".join(items),
+            WIDTH,
+            initial_indent=f"    {label:<7}",
+            subsequent_indent=" " * 11,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+
+def _inputs(inputs: Sequence[PlanValue]) -> Iterator[str]:
+    weights = [value for value in inputs if value.origin == "weight"]
+    for origin in _LISTED:
+        values = [f"{value.name} {value.layout}" for value in inputs if value.origin == origin]
+        if values:
+            yield f"    {origin}"
+            yield from (f"        {value}" for value in values)
+    if weights:
+        yield f"    weight: {_count(len(weights), 'tensor')}"

@@ -1,0 +1,128 @@
+"""Why a node runs eagerly: each question is a function that answers None or a phrase, and the phrase is shown as is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .compat import expr_of, is_unbacked, op_name, wrapped_op
+from .draft import Draft, Effects, Provenance, TensorMeta
+from .ops.registry import Role, find_op
+
+
+def why_split(draft: Draft, node: fx.Node) -> str | None:
+    """The node is a split op, or runs one inside."""
+    wrapped = wrapped_op(node)
+    called = {op_name(wrapped)} if wrapped is not None else set(draft.effects[node].ops)
+    own = op_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    if own is not None and has_role(draft, own, "split"):
+        return "split op"
+    inside = sorted(op for op in called | set(_ops_in_bodies(draft, node)) if has_role(draft, op, "split"))
+    return f"runs the split op {', '.join(inside)} inside" if inside else None
+
+
+def why_reads_step(draft: Draft, node: fx.Node) -> str | None:
+    """The node reads step state or the step context."""
+    effects = draft.effects[node]
+    for access in effects.accesses:
+        if draft.storages.get(access.storage) is Provenance.STEP_STATE:
+            return f"reads step state {input_name(draft, access.storage)}"
+    for op in effects.ops:
+        registered = find_op(draft.ops, op)
+        if registered and registered.reads_context:
+            return "reads the step context"
+    return None
+
+
+def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node]) -> str | None:
+    """A graph cannot hold the node: it syncs, its size or an argument depends on data, or it works elsewhere."""
+    effects = draft.effects[node]
+    if effects.uncapturable:
+        return effects.uncapturable
+    if _has_unbacked_size(effects):
+        return "its size depends on data"
+    baked = sorted(arg.name for arg in node.all_input_nodes if arg in read_off_data)
+    if baked:
+        return f"takes {baked[0]}, a number read off data"
+    return _why_elsewhere(draft, node)
+
+
+def is_preparation(draft: Draft, node: fx.Node) -> bool:
+    """A registered preparation op, or any other reader of step state or of the step context."""
+    prepares = any(has_role(draft, op, "prepare") for op in draft.effects[node].ops)
+    return prepares or why_reads_step(draft, node) is not None
+
+
+def has_role(draft: Draft, op: str, role: Role) -> bool:
+    """Whether "ns::op.overload" is registered with a role."""
+    registered = find_op(draft.ops, op)
+    return registered is not None and registered.role == role
+
+
+def input_name(draft: Draft, storage: int) -> str:
+    """The name of the graph input that owns a storage."""
+    for graph_input in draft.inputs:
+        result = draft.effects[graph_input.node].result
+        if isinstance(result, TensorMeta) and result.storage == storage:
+            return graph_input.name
+    return f"storage {storage}"
+
+
+def numbers_read_off_data(draft: Draft) -> set[fx.Node]:
+    """Nodes that carry a number read off data, directly or through arithmetic.
+
+    Host scalars of the graph's inputs are not among them: they are part of the bucket, so a graph may bake them.
+    """
+    found: set[fx.Node] = set()
+    for node in draft.gm.graph.nodes:
+        effects = draft.effects[node]
+        if node.op in ("placeholder", "get_attr", "output") or effects.result is not None:
+            continue
+        if (effects.reads and not effects.bucket_scalar) or found & set(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _has_unbacked_size(effects: Effects) -> bool:
+    sizes = (size for meta in pytree.tree_leaves(effects.result) if isinstance(meta, TensorMeta) for size in meta.shape)
+    return any(is_unbacked(symbol) for size in sizes for symbol in expr_of(size).free_symbols)
+
+
+def _why_elsewhere(draft: Draft, node: fx.Node) -> str | None:
+    """In a graph on an accelerator: the node touches host memory, which a kernel's baked arguments cannot follow."""
+    device = _graph_device(draft)
+    if device.type == "cpu":
+        return None
+    for touched in (node, *node.all_input_nodes):
+        for meta in pytree.tree_leaves(draft.effects[touched].result):
+            if isinstance(meta, TensorMeta) and meta.device.type == "cpu":
+                return f"touches {touched.name} in host memory, the graph runs on {device.type}"
+    return None
+
+
+def _graph_device(draft: Draft) -> torch.device:
+    """The device of the first tensor input that is not on the CPU, else the CPU."""
+    devices = (i.value.device for i in draft.inputs if isinstance(i.value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _ops_in_bodies(draft: Draft, node: fx.Node) -> Iterator[str]:
+    """Names of the ops that the sub-graphs of a higher-order op call, at any depth."""
+    for arg in node.all_input_nodes:
+        body = draft.gm.get_submodule(str(arg.target)) if _is_body(draft, arg) else None
+        for module in body.modules() if body is not None else ():
+            if isinstance(module, fx.GraphModule):
+                yield from (_call_name(inner) for inner in module.graph.nodes if inner.op == "call_function")
+
+
+def _is_body(draft: Draft, arg: fx.Node) -> bool:
+    return arg.op == "get_attr" and draft.effects[arg].result is None
+
+
+def _call_name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return f"{node.target._qualified_op_name}.{node.target.overloads()[0]}"
+    return op_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -1,0 +1,247 @@
+"""A dispatch mode that records which storages each op reads, writes and makes, from op schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .compat import op_name
+from .draft import Access, Effects, TensorMeta
+from .errors import AliasingOpError
+from .ops.registry import RegisteredOp, find_op
+from .userlines import where
+
+# Ops that allocate and leave the filling to somebody else.
+_ALLOCATIONS = frozenset(
+    ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"],
+)
+# Ops that look at the shape of their tensor arguments and not at the data.
+_SHAPE_ONLY = (
+    _ALLOCATIONS
+    | frozenset(f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint"))
+    | frozenset(["new_zeros", "new_ones", "new_full", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"])
+)
+# aten's own undeclared views: they may only be used where the input is not seen again
+_UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
+_OWN_NAMESPACES = ("aten", "prim", "prims")
+
+
+class Storages:
+    """Numbers storages in order of appearance and describes tensors by them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor's storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._alive.append(storage)  # an address must not be used again while it is a key
+        return self._numbers[key]
+
+    def describe(self, value: Any) -> Any:
+        """`TensorMeta` of a tensor, a tuple of them for a container, None for anything else."""
+        if isinstance(value, torch.Tensor):
+            shape, stride, offset = tuple(value.shape), tuple(value.stride()), value.storage_offset()
+            return TensorMeta(shape, stride, offset, value.dtype, value.device, self.number(value))
+        if isinstance(value, (tuple, list)):
+            return tuple(self.describe(item) for item in value)
+        return None
+
+
+@dataclass
+class Recording:
+    """What one node has dispatched so far."""
+
+    node: fx.Node
+    storages: Storages
+    accesses: list[Access] = field(default_factory=list)
+    makes: set[int] = field(default_factory=set)
+    ops: list[str] = field(default_factory=list)
+    random: bool = False
+    barrier: str | None = None
+    uncapturable: str | None = None
+    makers: set[str] = field(default_factory=set)
+
+    def effects(self, value: Any) -> Effects:
+        """The node's effects, given its value."""
+        uncapturable, barrier = self.uncapturable, self.barrier
+        if value is None and not self.ops and self.node.op == "call_function":
+            uncapturable = uncapturable or "returns nothing and dispatches no op: its effect is on the host"
+            barrier = barrier or uncapturable
+        return Effects(
+            accesses=tuple(self.accesses),
+            reads=frozenset(access.storage for access in self.accesses if not access.write),
+            writes=frozenset(access.storage for access in self.accesses if access.write),
+            makes=frozenset(self.makes),
+            ops=tuple(self.ops),
+            only_allocates=bool(self.makers) and self.makers <= _ALLOCATIONS,
+            random=self.random,
+            barrier=barrier,
+            uncapturable=uncapturable,
+        )
+
+
+class EffectsRecorder(TorchDispatchMode):
+    """Records every op between `with recorder.node(n)` and its end."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ops: Mapping[str, RegisteredOp], storages: Storages) -> None:
+        super().__init__()
+        self.storages = storages
+        self.step_state: set[int] = set()
+        self._ops = ops
+        self._recording: Recording | None = None
+
+    @contextmanager
+    def node(self, node: fx.Node) -> Iterator[Recording]:
+        """Record the ops of one node."""
+        self._recording = Recording(node, self.storages)
+        if _is_foreign_function(node):
+            reason = f"{_target_name(node)} is a Python function that torch does not know"
+            self._recording.barrier = self._recording.uncapturable = reason
+        with self:
+            yield self._recording
+        self._recording = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = {self.storages.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        recording = self._recording
+        assert recording is not None, "the mode is only entered by node()"
+        if isinstance(func, torch._ops.OpOverload):
+            self._record_op(recording, func, args, kwargs, result)
+        else:
+            self._record_opaque(recording, func, before)
+        made = {self.storages.number(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)} - before
+        if made:
+            recording.makes |= made
+            recording.makers.add(func_name(func))
+        return result
+
+    def _record_op(self, recording: Recording, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = op_name(func)
+        recording.ops.append(name)
+        registered = find_op(self._ops, name)
+        bound = {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+        for argument, write in _data_arguments(func):
+            for tensor in _tensors(bound.get(argument)):
+                storage = self.storages.number(tensor)
+                recording.accesses.append(Access(name, argument, storage, write))
+                if registered and argument in registered.step_state:
+                    self.step_state.add(storage)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            recording.random = True
+        recording.uncapturable = recording.uncapturable or _why_not_capturable(func, bound)
+        recording.barrier = recording.barrier or _why_barrier(func, name, registered)
+        if func.namespace not in _OWN_NAMESPACES:
+            self._check_aliasing(recording.node, func, bound, result)
+            if _host_effect(func) and not (registered and registered.role == "capture"):
+                recording.uncapturable = recording.uncapturable or _HOST_EFFECT
+
+    def _record_opaque(self, recording: Recording, func: Any, inputs: set[int]) -> None:
+        """A higher-order op that did not run its body op by op: it may do anything to its inputs."""
+        name = str(func)
+        recording.ops.append(name)
+        recording.accesses += [Access(name, "operand", storage, True) for storage in sorted(inputs)]
+        recording.uncapturable = f"higher-order op {name} decides on the host what it runs"
+        recording.barrier = f"higher-order op {name}"
+
+    def _check_aliasing(self, node: fx.Node, func: Any, bound: Mapping[str, Any], result: Any) -> None:
+        """Refuse an op that returns (a view of) an argument although its schema promises a fresh tensor."""
+        returned = result if isinstance(result, (tuple, list)) else (result,)
+        taken = {self.storages.number(t): name for name, value in bound.items() for t in _tensors(value)}
+        for declared, value in zip(func._schema.returns, returned, strict=False):
+            for tensor in _tensors(value):
+                argument = taken.get(self.storages.number(tensor))
+                if argument is not None and declared.alias_info is None:
+                    raise AliasingOpError(
+                        f"op {op_name(func)} returns memory of its argument {argument!r}, but its schema promises a "
+                        f"fresh tensor ({where(node)}): return nothing, return a clone, or declare the alias"
+                    )
+
+
+_HOST_EFFECT = "returns nothing and declares no mutation: its effect is on the host"
+
+
+def func_name(func: Any) -> str:
+    """The bare name of an op: "empty_like" for aten::empty_like.default."""
+    return str(getattr(func, "_opname", func))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
+def _data_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    """The arguments whose data the op touches, with whether it writes them."""
+    is_view = func_name(func) in _UNDECLARED_VIEWS or any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+    )
+    shape_only = func_name(func) in _SHAPE_ONLY or func.namespace == "prim"
+    touched = []
+    for argument in func._schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        viewed = is_view and (argument.alias_info is not None or func_name(func) in _UNDECLARED_VIEWS)
+        if writes or not (viewed or shape_only):
+            touched.append((argument.name, writes))
+    return tuple(touched)
+
+
+@cache
+def _host_effect(func: Any) -> bool:
+    return not func._schema.returns and not func._schema.is_mutable
+
+
+def _why_barrier(func: Any, name: str, registered: RegisteredOp | None) -> str | None:
+    if registered and registered.reads_context:
+        return f"{name} reads the step context"
+    if func.namespace not in _OWN_NAMESPACES and _host_effect(func):
+        return f"{name} has undeclared effects"
+    return None
+
+
+def _why_not_capturable(func: Any, bound: Mapping[str, Any]) -> str | None:
+    """The reason for which a CUDA graph could not hold this op, or None."""
+    name = op_name(func)
+    if func is torch.ops.aten.index.Tensor or func_name(func) in ("index_put", "index_put_"):
+        masked = any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(bound.get("indices")))
+        # it carries the dynamic-shape tag for the sake of its masks, and most calls have none
+        return f"{name} indexes with a mask, so its work depends on data" if masked else None
+    if torch.Tag.data_dependent_output in func.tags:
+        return f"{name} reads a value back to the host"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return f"the size of the result of {name} depends on data"
+    if torch.Tag.cudagraph_unsafe in func.tags:
+        return f"{name} is tagged cudagraph_unsafe"
+    return None
+
+
+def _is_foreign_function(node: fx.Node) -> bool:
+    """A plain Python function from outside of torch, let in by `allow_in_graph`: what else it does is unknown."""
+    module = getattr(node.target, "__module__", None) or ""
+    known = module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "math", "")
+    return node.op == "call_function" and not known and not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _target_name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__qualname__", node.target))

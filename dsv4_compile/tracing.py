@@ -1,0 +1,110 @@
+"""From what Dynamo hands to a backend to a `Draft`: a private copy of the graph and its named inputs.
+
+Dynamo's graph comes before AOTAutograd: method calls, in-place ops, views and setitem, with parameters, buffers
+and size symbols as placeholders. Example inputs are the real tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .compat import expr_of, is_static_input, source_of
+from .draft import Draft, GraphInput, Provenance
+from .errors import TrainingError, UnsupportedInputError
+from .ops.registry import RegisteredOp
+
+
+def draft_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    fakes: Sequence[Any],
+    ops: Mapping[str, RegisteredOp],
+    break_reason: str | None = None,
+) -> Draft:
+    """Copy the graph and describe its inputs.
+
+    Args:
+        gm: Dynamo's graph; it is not changed.
+        example_inputs: one real tensor or SymInt per placeholder.
+        fakes: the same as fakes of one mode.
+        ops: roles of ops by name.
+        break_reason: why Dynamo ended the graph before the function did, if so.
+
+    Raises:
+        TrainingError: grad is enabled and an input requires grad.
+        UnsupportedInputError: an input is a wrapper subclass of Tensor.
+    """
+    copy = _copy_graph(gm)
+    placeholders = [node for node in copy.graph.nodes if node.op == "placeholder"]
+    inputs = tuple(
+        GraphInput(
+            node=node,
+            name=readable_name(source_of(node)),
+            value=fake,
+            provenance=_provenance(example),
+            static=isinstance(example, torch.Tensor) and is_static_input(example),
+        )
+        for node, example, fake in zip(placeholders, example_inputs, fakes, strict=True)
+    )
+    _refuse_training(inputs, example_inputs)
+    _refuse_subclasses(inputs, example_inputs)
+    notes = () if break_reason is None else (f"graph break: what follows is not in this plan ({break_reason})",)
+    return Draft(gm=copy, inputs=inputs, ops=ops, symbols=_symbol_inputs(inputs), notes=notes)
+
+
+def readable_name(source: str) -> str:
+    """How a user would write a Dynamo source: "L['self']._modules['wq']._parameters['weight']" is "wq.weight"."""
+    name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
+    name = re.sub(r"^[LG]\['([^']*)'\]", r"\1", name)
+    name = re.sub(r"\['([^']*)'\]", r".\1", name)
+    return name.removeprefix("self.")
+
+
+def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    return fx.GraphModule(gm, graph)
+
+
+def _provenance(example: Any) -> Provenance:
+    if not isinstance(example, torch.Tensor):
+        return Provenance.SIZE
+    if isinstance(example, torch.nn.Parameter):
+        return Provenance.WEIGHT
+    return Provenance.BUFFER if is_static_input(example) else Provenance.USER_INPUT
+
+
+def _symbol_inputs(inputs: Sequence[GraphInput]) -> dict[sympy.Symbol, fx.Node]:
+    symbols: dict[sympy.Symbol, fx.Node] = {}
+    for graph_input in inputs:
+        if isinstance(graph_input.value, torch.SymInt) and (expr := expr_of(graph_input.value)).is_Symbol:
+            symbols.setdefault(expr, graph_input.node)
+    return symbols
+
+
+def _refuse_training(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for graph_input, example in zip(inputs, example_inputs, strict=True):
+        if isinstance(example, torch.Tensor) and example.requires_grad:
+            raise TrainingError(
+                f"dsv4_piecewise is for inference, but grad is enabled and {graph_input.name} requires grad: "
+                "call the compiled model under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def _refuse_subclasses(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
+    for graph_input, example in zip(inputs, example_inputs, strict=True):
+        if is_traceable_wrapper_subclass(example):
+            raise UnsupportedInputError(
+                f"{graph_input.name} is a {type(example).__name__}: a captured piece needs plain tensors, "
+                "since a wrapper subclass has several addresses; unwrap it or keep its user outside of the model"
+            )

@@ -1,0 +1,46 @@
+"""The proof behind the runner flag: under mrv1 no captured node may read step state or the step context.
+
+That runner makes new step-state tensors every step and may have no step context at capture, so a captured reader
+would replay the capture's branch and addresses for ever: garbage without an error. The region policy is an
+instruction; this check runs whatever the policy was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..draft import Draft, Provenance
+from ..errors import HazardError
+from ..ops.registry import find_op
+from ..reasons import input_name
+from ..userlines import where
+
+_CURE = 'use region="wide" or "minimal", or runner="mrv2" if the runner keeps its step state in persistent buffers'
+
+
+def check_hazards(draft: Draft, *, runner: str) -> Draft:
+    """Return the draft as it is.
+
+    Raises:
+        HazardError: a captured node reads what the runner replaces; names op, argument, input and source line.
+    """
+    if runner == "mrv1":
+        for node in draft.working_nodes():
+            if node not in draft.eager:
+                for hazard in _hazards(draft, node):
+                    raise HazardError(f"{hazard}, but it would be captured under mrv1, at {where(node)}: {_CURE}")
+    return draft
+
+
+def _hazards(draft: Draft, node: fx.Node) -> Iterator[str]:
+    effects = draft.effects[node]
+    for access in effects.accesses:
+        if draft.storages.get(access.storage) is Provenance.STEP_STATE:
+            name = input_name(draft, access.storage)
+            yield f"op {access.op} reads the step state {name} through its argument {access.argument!r}"
+    for op in effects.ops:
+        registered = find_op(draft.ops, op)
+        if registered and registered.reads_context:
+            yield f"op {op} reads the step context (registered with reads_context=True)"

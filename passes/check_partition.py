@@ -1,0 +1,73 @@
+"""Check what a partition promises: each node in one place and in order, and nothing but bases and numbers crossing.
+
+These are invariants of the plan, so a failure is a fault of this package; it is checked on every compilation, since a
+wrong partition computes wrong numbers without an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..draft import Draft, Unit
+from ..errors import PlanError
+
+
+def check_partition(draft: Draft) -> Draft:
+    """Return the draft as it is.
+
+    Raises:
+        PlanError: names the unit and the node that break an invariant.
+    """
+    for complaint in (*_misplaced(draft), *_misordered(draft), *_bad_crossings(draft)):
+        raise PlanError(f"the partition is wrong: {complaint}")
+    return draft
+
+
+def _misplaced(draft: Draft) -> Iterator[str]:
+    """Every working node is in exactly one unit, in program order, with its fate; a unit has at least one."""
+    placed = [node for unit in draft.units for node in unit.nodes]
+    if placed != draft.working_nodes():
+        yield "the units do not hold every working node exactly once in program order"
+    for unit in draft.units:
+        if not unit.nodes:
+            yield f"{unit.name} is empty"
+        for node in unit.nodes:
+            if (node in draft.eager) != (unit.kind == "region"):
+                yield f"{node.name} is in {unit.name} against the choice of regions"
+        if _computed(unit) != [node.name for node in unit.nodes]:
+            yield f"the graph of {unit.name} does not run exactly its own nodes"
+
+
+def _computed(unit: Unit) -> list[str]:
+    """Names of the working nodes a unit's graph runs, in order; copies keep the names of their originals."""
+    own = {node.name for node in unit.nodes}
+    return [node.name for node in unit.gm.graph.nodes if node.name in own]
+
+
+def _misordered(draft: Draft) -> Iterator[str]:
+    """A unit takes only inputs of the graph and what an earlier unit gave."""
+    given = {node for node in draft.gm.graph.nodes if node.op == "placeholder" or draft.effects[node].bucket_scalar}
+    for unit in draft.units:
+        for node in unit.inputs:
+            if node not in given:
+                yield f"{unit.name} takes {node.name} before any unit gives it"
+        given |= set(unit.outputs)
+
+
+def _bad_crossings(draft: Draft) -> Iterator[str]:
+    """No container and no view crosses."""
+    for unit in draft.units:
+        for node in unit.outputs:
+            effects = draft.effects[node]
+            if isinstance(effects.result, tuple):
+                yield f"{unit.name} gives {node.name}, a container"
+            elif effects.is_free and not effects.only_allocates and not _is_item_of(node, unit):
+                yield f"{unit.name} gives {node.name}, a view"
+
+
+def _is_item_of(node: fx.Node, unit: Unit) -> bool:
+    """One of several results of a node of the unit."""
+    return node.target is operator.getitem and node.args[0] in unit.nodes

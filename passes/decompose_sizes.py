@@ -1,0 +1,70 @@
+"""Replace sizes read off tensors by arithmetic on the size symbols.
+
+    size = x.size(); ...; v = o.view(size)       ->    ...; v = o.view((s77, 4))
+    n = h.numel()                                ->    n = 4 * s77
+
+A `torch.Size` is neither a tensor nor an int and may not cross a boundary, and a size read off an activation would
+make that tensor cross for its shape alone. Symbols are inputs of the graph, so their arithmetic is free everywhere.
+Sizes with a symbol that is no graph input (they depend on data) are left as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compat import build_expr, expr_of
+from ..draft import Draft
+
+
+def decompose_sizes(draft: Draft) -> Draft:
+    """Rewrite every node whose value is a size, or a tuple of sizes, read off a tensor or another tuple."""
+    for node in list(draft.gm.graph.nodes):
+        if node.op not in ("call_method", "call_function") or not node.all_input_nodes:
+            continue
+        value = node.meta.get("example_value")
+        if _is_sizes(value) and not _is_arithmetic(node) and _is_known(value, draft):
+            _replace(node, value, draft)
+    return draft
+
+
+def _is_sizes(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_size(item) for item in value)
+    return _is_size(value)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Its inputs are sizes already: it is free as it stands."""
+    return all(_is_size(arg.meta.get("example_value")) for arg in node.all_input_nodes)
+
+
+def _is_known(value: Any, draft: Draft) -> bool:
+    sizes = value if isinstance(value, (tuple, list)) else (value,)
+    return all(expr_of(size).free_symbols <= draft.symbols.keys() for size in sizes)
+
+
+def _replace(node: fx.Node, value: Any, draft: Draft) -> None:
+    graph = draft.gm.graph
+    with graph.inserting_before(node):
+        if isinstance(value, (tuple, list)):
+            built = tuple(build_expr(expr_of(size), draft.symbols, graph) for size in value)
+            result: Any = built
+        else:
+            result = build_expr(expr_of(value), draft.symbols, graph)
+    for user in list(node.users):
+        if user.op == "output" and isinstance(value, torch.Size):
+            with graph.inserting_before(node):
+                result = graph.call_function(torch.Size, (list(result),))
+        user.args, user.kwargs = _substitute((user.args, user.kwargs), node, result)
+    graph.erase_node(node)
+
+
+def _substitute(args: Any, node: fx.Node, result: Any) -> Any:
+    return fx.map_arg(args, lambda arg: result if arg is node else arg)

@@ -1,0 +1,58 @@
+"""Find pieces that are the same up to their weights, so that each is compiled once.
+
+    piece_1: linear(h, w_1)     piece_2: linear(h, w_2)     ->    piece_2 is a copy of piece_1
+
+Weights are inputs of a piece, so layers of one kind give equal pieces. Nearly equal ones (another constant, another
+axis, another stride) never match: the key holds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ..compat import expr_of
+from ..draft import Draft, TensorMeta, Unit
+
+
+def find_copies(draft: Draft) -> Draft:
+    """Fill in `copies`: for each piece that is the same as an earlier one, the name of that one."""
+    first: dict[Any, str] = {}
+    copies: dict[str, str] = {}
+    for unit in draft.units:
+        if unit.kind == "piece":
+            original = first.setdefault(piece_key(draft, unit), unit.name)
+            if original != unit.name:
+                copies[unit.name] = original
+    return replace(draft, copies=copies)
+
+
+def piece_key(draft: Draft, unit: Unit) -> tuple[Any, ...]:
+    """Equal for two pieces only if the same code may run for both.
+
+    Nodes by number, targets, constants, and the layout of every input: shape, strides, offset, dtype, device.
+    """
+    numbers = {node: index for index, node in enumerate(unit.gm.graph.nodes)}
+    steps = tuple(_step_key(unit.gm, node, numbers) for node in unit.gm.graph.nodes)
+    return steps, tuple(_input_key(draft, node) for node in unit.inputs)
+
+
+def _step_key(gm: fx.GraphModule, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[Any, ...]:
+    if node.op == "placeholder":
+        return ("placeholder",)
+    if node.op == "get_attr":
+        return ("get_attr", id(getattr(gm, str(node.target))))  # a constant is the same only if it is that object
+    # the null byte keeps a node's number apart from any text among the arguments
+    args = fx.map_arg((node.args, node.kwargs), lambda arg: f"\0{numbers[arg]}")
+    return (node.op, node.target, repr(args))
+
+
+def _input_key(draft: Draft, node: fx.Node) -> tuple[Any, ...]:
+    meta = draft.effects[node].result
+    if not isinstance(meta, TensorMeta):
+        return (node.name,)  # sizes are the same only if they are the same symbol
+    layouts = (meta.shape, meta.stride, (meta.offset,))
+    return (*(tuple(str(expr_of(s)) for s in part) for part in layouts), meta.dtype, meta.device)

@@ -1,0 +1,138 @@
+"""Learn what every node reads, writes and allocates by running the graph once on fake tensors.
+
+A dispatch mode sees each op below autograd, where composites are taken apart, so the schemas tell exactly which
+storages are touched, and views show by sharing a storage. No later pass guesses aliasing from names.
+
+    v = h[:, :2]         free: reads nothing, makes nothing
+    o = empty_like(h)    free: allocates storage 3
+    attn(h, o)           reads 1, writes 3
+    v.add_(y)            reads 2, writes 1
+
+Storages get numbers in order of appearance. A number that is read off data is taken from the trace instead of being
+computed again, since running it would mint a new symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compat import expr_of, is_unbacked
+from ..draft import Draft, Effects, Provenance, TensorMeta
+from ..errors import Dsv4Error, PlanError
+from ..recorder import EffectsRecorder, Storages
+from ..userlines import where
+from .scope_modes import autocast_scopes
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def infer_effects(draft: Draft, *, fake_mode: Any) -> Draft:
+    """Fill in `effects` for every node and the provenance of every storage.
+
+    Raises:
+        AliasingOpError: an op shares storage in a way its schema does not declare.
+        PlanError: a node cannot be run on fake tensors.
+    """
+    storages = Storages()
+    interpreter = _EffectsInterpreter(draft, EffectsRecorder(draft.ops, storages))
+    provenance = {storages.number(i.value): i.provenance for i in draft.inputs if isinstance(i.value, torch.Tensor)}
+    values = [graph_input.value for graph_input in draft.inputs]
+    # Composite ops arrive whole in inference mode, where `reshape` would pass for a view although it may copy.
+    with torch.inference_mode(False), torch.no_grad(), fake_mode:
+        interpreter.run(*values, enable_io_processing=False)
+    effects = interpreter.effects
+    for constant in interpreter.constants:
+        provenance.setdefault(constant, Provenance.CONSTANT)
+    _mark(effects, interpreter.recorder.step_state, provenance)
+    return _filled(draft, effects, provenance)
+
+
+def _mark(effects: dict[fx.Node, Effects], step_state: set[int], provenance: dict[int, Provenance]) -> None:
+    written = {storage for node_effects in effects.values() for storage in node_effects.writes}
+    for storage, origin in list(provenance.items()):
+        if storage in step_state:
+            provenance[storage] = Provenance.STEP_STATE
+        elif origin is Provenance.BUFFER and storage in written:
+            provenance[storage] = Provenance.CACHE
+    for node, node_effects in effects.items():
+        for storage in node_effects.makes:
+            provenance[storage] = Provenance.ACTIVATION
+        if node_effects.bucket_scalar and node_effects.reads & written:
+            effects[node] = replace(node_effects, bucket_scalar=False)
+
+
+def _filled(draft: Draft, effects: Mapping[fx.Node, Effects], provenance: Mapping[int, Provenance]) -> Draft:
+    inputs = tuple(
+        replace(graph_input, provenance=provenance[result.storage])
+        if isinstance(result := effects[graph_input.node].result, TensorMeta)
+        else graph_input
+        for graph_input in draft.inputs
+    )
+    return replace(draft, inputs=inputs, effects=effects, storages=provenance)
+
+
+class _EffectsInterpreter(fx.Interpreter):
+    """Runs each node on fakes under the recorder and keeps its effects."""
+
+    def __init__(self, draft: Draft, recorder: EffectsRecorder) -> None:
+        # Values stay alive to the end, so that no storage's identity is used twice.
+        super().__init__(draft.gm, garbage_collect_values=False)
+        self.recorder = recorder
+        self.effects: dict[fx.Node, Effects] = {}
+        self.constants: set[int] = set()
+        self._scalar_inputs = {
+            i.node for i in draft.inputs if isinstance(i.value, torch.Tensor) and i.value.dim() == 0 and i.value.is_cpu
+        }
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return self._run_node(n)
+        except Dsv4Error:
+            raise
+        except Exception as error:
+            # Some fake-tensor errors would turn into a silent graph break if they left the backend.
+            raise PlanError(f"cannot run {n.format_node()} on fake tensors ({where(n)}): {error}") from error
+
+    def _run_node(self, n: fx.Node) -> Any:
+        traced = n.meta.get("example_value")
+        if n.op in ("call_function", "call_method") and _is_read_off_data(n, traced, self.env):
+            value, effects = traced, self._read_off_data(n)
+        elif n.op in ("placeholder", "output"):
+            value, effects = super().run_node(n), Effects()
+        else:
+            with self.recorder.node(n) as recording, autocast_scopes(n):
+                value = super().run_node(n)
+            effects = recording.effects(value)
+        n.meta["example_value"] = value  # Dynamo's own may have been changed in place by a later node
+        result = self.recorder.storages.describe(value)
+        if n.op == "get_attr" and isinstance(result, TensorMeta):
+            self.constants.add(result.storage)
+        self.effects[n] = replace(effects, result=result)
+        return value
+
+    def _read_off_data(self, n: fx.Node) -> Effects:
+        tensors = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
+        reads = frozenset(self.recorder.storages.number(tensor) for tensor in tensors)
+        is_scalar_input = n.all_input_nodes[0] in self._scalar_inputs
+        reason = f"{n.target} reads a value back to the host"
+        return Effects(reads=reads, uncapturable=reason, bucket_scalar=is_scalar_input)
+
+
+def _is_read_off_data(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:
+    """A number taken from a tensor's data, or a result whose size is."""
+    takes_tensor = any(isinstance(env[arg], torch.Tensor) for arg in n.all_input_nodes)
+    if isinstance(traced, (*_SYMBOLIC, int, float, bool)):
+        return takes_tensor and not _is_metadata(traced)
+    return bool(n.meta.get("unbacked_bindings"))
+
+
+def _is_metadata(traced: Any) -> bool:
+    """A size that follows from other sizes; a plain number is one that Dynamo knew at trace time."""
+    if isinstance(traced, torch.SymInt):
+        return not any(is_unbacked(symbol) for symbol in expr_of(traced).free_symbols)
+    return not isinstance(traced, _SYMBOLIC)

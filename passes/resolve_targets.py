@@ -1,0 +1,79 @@
+"""Give every call of an op one spelling: its overload, with positional arguments.
+
+    tup = torch.ops.ns.tup(q=o)            ->   tup = torch.ops.ns.tup.default(o)
+    h = x.unsqueeze_(0); y = x + 1         ->   h = x.unsqueeze(0); y = h + 1
+
+A role is looked up by overload, and identical pieces are recognised by comparing nodes, so packets, `custom_op`
+objects and keyword calls must not look different. Methods that only change the metadata of a tensor in place become
+the view they amount to, for all later users: afterwards a node's shape never changes behind its back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..compat import resolve_overload
+from ..draft import Draft
+from ..errors import UnsupportedInputError
+
+_METADATA_METHODS = {
+    "t_": "t",
+    "transpose_": "transpose",
+    "swapaxes_": "swapaxes",
+    "swapdims_": "swapdims",
+    "squeeze_": "squeeze",
+    "unsqueeze_": "unsqueeze",
+    "as_strided_": "as_strided",
+}
+
+
+def resolve_targets(draft: Draft) -> Draft:
+    """Rewrite the targets of all op calls, and the in-place metadata methods."""
+    for node in list(draft.gm.graph.nodes):
+        if node.op == "call_function" and _is_op(node.target):
+            _call_overload(node)
+        elif node.op == "call_method" and node.target in _METADATA_METHODS:
+            _make_view(node)
+    return draft
+
+
+def _is_op(target: Any) -> bool:
+    return isinstance(getattr(target, "_opoverload", target), (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def _call_overload(node: fx.Node) -> None:
+    args, kwargs = pytree.tree_map_only(fx.Node, _example, (node.args, node.kwargs))
+    overload = resolve_overload(node.target, args, kwargs)
+    positional = list(node.args)
+    rest = dict(node.kwargs)
+    for argument in overload._schema.arguments[len(positional) :]:
+        if argument.kwarg_only or argument.name not in rest:
+            break
+        positional.append(rest.pop(argument.name))
+    node.target, node.args, node.kwargs = overload, tuple(positional), rest
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _make_view(node: fx.Node) -> None:
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    if base.op == "placeholder":
+        raise UnsupportedInputError(
+            f"{base.name}.{node.target}() changes the shape of the caller's own tensor in place, which a replay cannot "
+            f"repeat; write {base.name}.{_METADATA_METHODS[str(node.target)]}() instead"
+        )
+    node.target = _METADATA_METHODS[str(node.target)]
+    later = set(_after(node))
+    base.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
+
+
+def _after(node: fx.Node) -> list[fx.Node]:
+    nodes = list(node.graph.nodes)
+    return nodes[nodes.index(node) + 1 :]

@@ -237,6 +237,9 @@ def _read_yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
         raise UnsupportedConfigError(f"RoPE scaling {rope_type!r} is not supported; supported are default and yarn")
     if scaling.get("attention_factor", 1.0) != 1.0:
         raise UnsupportedConfigError("YaRN with an attention_factor other than 1.0 is not supported")
+    missing = [f.name for f in fields(YarnScaling) if f.default is MISSING and f.name not in scaling]
+    if missing:
+        raise UnsupportedConfigError(f"YaRN scaling lacks {', '.join(missing)}")
     return YarnScaling(**{f.name: scaling[f.name] for f in fields(YarnScaling) if f.name in scaling})
 
 

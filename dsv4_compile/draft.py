@@ -7,6 +7,7 @@ identity; the graph is a private copy, never the one Dynamo handed over.
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -174,6 +175,12 @@ class Draft:
     stitched: fx.GraphModule | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def producer(self, node: fx.Node) -> fx.Node:
+        """The node that computes a value: itself, or the one whose container it was taken out of."""
+        if node.target is operator.getitem and isinstance(container := node.args[0], fx.Node):
+            return container if isinstance(self.effects[container].result, tuple) else node
+        return node
 
     def working_nodes(self) -> list[fx.Node]:
         """The nodes that do something, in program order: all but inputs, constants, free nodes and the output."""

@@ -85,9 +85,12 @@ def _repeated(op: str, times: int) -> str:
 
 def _takes(values: Sequence[PlanValue]) -> Iterator[str]:
     """What other units made first, then the graph's inputs by origin."""
-    yield from _wrapped("takes", [value.name for value in values if value.origin == "activation"])
-    for origin in _LISTED:
-        yield from _wrapped("takes", [value.name for value in values if value.origin == origin], f"{origin}: ")
+    label = "takes"
+    for origin in ("activation", *_LISTED):
+        names = [value.name for value in values if value.origin == origin]
+        if names:
+            yield from _wrapped(label, names, "" if origin == "activation" else f"{origin}: ")
+            label = ""
 
 
 def _wrapped(label: str, items: Sequence[str], prefix: str = "") -> Iterator[str]:

@@ -6,10 +6,7 @@ wrong partition computes wrong numbers without an error.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-
-from torch import fx
 
 from ..draft import Draft, Unit
 from ..errors import PlanError
@@ -64,10 +61,6 @@ def _bad_crossings(draft: Draft) -> Iterator[str]:
             effects = draft.effects[node]
             if isinstance(effects.result, tuple):
                 yield f"{unit.name} gives {node.name}, a container"
-            elif effects.is_free and not effects.only_allocates and not _is_item_of(node, unit):
+            elif effects.is_free and not effects.only_allocates and draft.producer(node) is node:
                 yield f"{unit.name} gives {node.name}, a view"
 
-
-def _is_item_of(node: fx.Node, unit: Unit) -> bool:
-    """One of several results of a node of the unit."""
-    return node.target is operator.getitem and node.args[0] in unit.nodes

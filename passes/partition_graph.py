@@ -45,7 +45,7 @@ def partition_graph(draft: Draft) -> Draft:
     taken = {node for closure in (*closures, outside) for node in closure.inputs}
     units = []
     for index, (name, (kind, nodes)) in enumerate(zip(_names(runs), runs, strict=True)):
-        given = [node for node in closures[index].local if node in taken and home.get(_owner(node)) == index]
+        given = [node for node in closures[index].local if node in taken and home.get(draft.producer(node)) == index]
         units.append(_build_unit(draft, kind, name, nodes, closures[index], given))
     return replace(draft, units=tuple(units), stitched=_stitch(draft, units, outside))
 
@@ -60,15 +60,6 @@ def _names(runs: Sequence[tuple[Kind, tuple[fx.Node, ...]]]) -> list[str]:
     return [f"{kind}_{next(counts[kind])}" for kind, _ in runs]
 
 
-def _owner(node: fx.Node) -> fx.Node:
-    """The node that decides where a value lives: the producer, for an item taken out of its result."""
-    return node.args[0] if _is_item(node) else node  # type: ignore[return-value]
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
-
-
 def _close(draft: Draft, index: int, roots: Sequence[fx.Node], home: dict[fx.Node, int]) -> _Closure:
     """Collect what unit `index` computes and takes; an allocation nobody has touched yet gets its home here."""
     closure = _Closure()
@@ -78,7 +69,8 @@ def _close(draft: Draft, index: int, roots: Sequence[fx.Node], home: dict[fx.Nod
         if node in seen:
             return
         seen.add(node)
-        if node.op == "placeholder" or draft.effects[node].bucket_scalar or home.get(_owner(node), index) != index:
+        given = node.op == "placeholder" or draft.effects[node].bucket_scalar
+        if given or home.get(draft.producer(node), index) != index:
             closure.inputs.append(node)
             return
         for arg in node.all_input_nodes:
@@ -89,9 +81,8 @@ def _close(draft: Draft, index: int, roots: Sequence[fx.Node], home: dict[fx.Nod
 
     for root in roots:
         visit(root)
-        if (root in home) and home[root] == index:
-            for item in sorted(user for user in root.users if _is_item(user)):
-                visit(item)
+        for item in sorted(user for user in root.users if draft.producer(user) is root):
+            visit(item)
     return closure
 
 

@@ -9,8 +9,6 @@ order stays safe without the data edge: `h` is written by one and read by the ot
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -24,17 +22,12 @@ def rebase_results(draft: Draft) -> Draft:
     """Redirect the users of every result that shares memory with an argument of the op that returned it."""
     effects = dict(draft.effects)
     for node in draft.working_nodes():
-        for value in _values(node):
+        items = [user for user in node.users if draft.producer(user) is node]
+        for value in (node, *items):
             result = effects[value].result
             if isinstance(result, TensorMeta) and result.storage not in effects[node].makes:
                 _redirect(draft, node, value, result, effects)
     return replace(draft, effects=effects)
-
-
-def _values(node: fx.Node) -> Iterator[fx.Node]:
-    """The node itself and the items taken out of it."""
-    yield node
-    yield from [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
 
 
 def _redirect(draft: Draft, node: fx.Node, value: fx.Node, result: TensorMeta, effects: dict[fx.Node, Effects]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_ops import SPLIT
 from torch import Tensor
+from toy_ops import SPLIT
 
 import dsv4_compile
 from dsv4_compile.errors import HazardError, OptionError, TrainingError

@@ -1,0 +1,176 @@
+"""What the numbered cases share: a model compiled and in eager, called on equal data and compared bit for bit.
+
+Every case runs for each engine and runner (`everywhere`), at least three times a bucket, on fresh random inputs. What
+only a capturing engine can show stands behind `if setup.captures`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from toy_ops import SPLIT
+
+import dsv4_compile
+from dsv4_compile.plan import Plan
+
+ENGINES = ("off",)
+RUNNERS = ("mrv1", "mrv2")
+SIZES = (8, 16, 8, 16, 8, 16, 32, 32, 32)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine and one runner flag."""
+
+    engine: str
+    runner: str
+
+    @property
+    def captures(self) -> bool:
+        return self.engine != "off"
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Options of the backend; those that only mean something to a capture are left out for an engine without."""
+        capture_only = (
+            () if self.captures else ("capture_sizes", "max_captures", "max_tokens", "static_outputs", "check")
+        )
+        kept = {name: value for name, value in more.items() if name not in capture_only}
+        return {"split_ops": SPLIT, "engine": self.engine, "runner": self.runner, **kept}
+
+    def explain(self, function: Any, *args: Any, **options: Any) -> Plan:
+        return dsv4_compile.explain(function, *args, options=self.options(**options))
+
+
+_SETUPS = [Setup(engine, runner) for engine, runner in itertools.product(ENGINES, RUNNERS)]
+
+
+def _parametrize(setups: Iterable[Setup]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("setup", [pytest.param(s, id=f"{s.engine}-{s.runner}") for s in setups])
+
+
+everywhere = _parametrize(_SETUPS)
+captured = _parametrize(s for s in _SETUPS if s.captures)
+under_mrv1 = _parametrize(s for s in _SETUPS if s.runner == "mrv1")
+under_mrv2 = _parametrize(s for s in _SETUPS if s.runner == "mrv2")
+
+
+def rows(n: int, width: int = 4) -> Tensor:
+    return torch.randn(n, width)
+
+
+class Pair:
+    """A function or module compiled, and the same in eager on copies of the same data.
+
+    Results and arguments stay alive as long as the pair, with junk of odd sizes between them, so that no allocator
+    hands out an address twice and a replay of an old one shows.
+    """
+
+    def __init__(self, original: Any, setup: Setup, *, dynamic: bool = True, **options: Any) -> None:
+        self.original, self.setup = original, setup
+        self.compiled = torch.compile(
+            original, backend="dsv4_piecewise", dynamic=dynamic, options=setup.options(**options)
+        )
+        self._held: list[Any] = []
+
+    def __call__(self, *args: Any) -> Any:
+        """Call both under no_grad; raise if results, arguments, module state, aliasing or random draws differ."""
+        twin, twin_args = copy.deepcopy((self.original, args))  # one memo: what shared memory still does
+        with torch.no_grad():
+            before = torch.get_rng_state()
+            expected = twin(*twin_args)
+            drawn = torch.get_rng_state()
+            torch.set_rng_state(before)
+            actual = self.compiled(*args)
+        assert torch.equal(torch.get_rng_state(), drawn), "another amount of random numbers was drawn than in eager"
+        assert_same((actual, args, _state(self.original)), (expected, twin_args, _state(twin)))
+        self._held += [actual, args, torch.empty(17 * len(self._held) + 3)]
+        return actual
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Same structure, values bit for bit (NaN equals NaN), and the same leaves share memory."""
+    seen, wanted = pytree.tree_flatten(actual), pytree.tree_flatten(expected)
+    assert seen[1] == wanted[1]
+    for one, other in zip(seen[0], wanted[0], strict=True):
+        assert type(one) is type(other), (one, other)
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == other
+    assert _sharing(seen[0]) == _sharing(wanted[0]), "other tensors share memory than in eager"
+
+
+def _sharing(leaves: Sequence[Any]) -> list[int]:
+    """For each tensor the number of the first one with the same storage; empty tensors have no memory to share."""
+    storages = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    return [storages.index(storage) for storage in storages]
+
+
+def _state(original: Any) -> dict[str, Tensor]:
+    if not isinstance(original, torch.nn.Module):
+        return {}
+    return {**dict(original.named_parameters()), **dict(original.named_buffers())}
+
+
+@contextmanager
+def each_size_captured_once(setup: Setup, sizes: Sequence[int]) -> Iterator[None]:
+    """The block calls a graph with these token counts: one warm-up and one capture a size, none again."""
+    before = dsv4_compile.counters.snapshot()
+    yield
+    after = dsv4_compile.counters.snapshot()
+    change = {name: after[name] - before[name] for name in after}
+    if setup.captures:
+        buckets = len(set(sizes))
+        repeated = sum(sizes.count(size) > 1 for size in set(sizes))
+        assert (change["uncaptured_calls"], change["captures"], change["recaptures"]) == (buckets, repeated, 0), change
+    else:
+        assert (change["uncaptured_calls"], change["captures"], change["replays"]) == (len(sizes), 0, 0), change
+
+
+def check(
+    setup: Setup,
+    original: Any,
+    make_args: Callable[[int], tuple[Any, ...]],
+    *,
+    sizes: Sequence[int] = SIZES,
+    steady: bool = True,
+    **options: Any,
+) -> Pair:
+    """Call a pair with `make_args(n)` for each size in turn.
+
+    Args:
+        steady: every size is one bucket, captured once (False where addresses move, or nothing can be captured).
+    """
+    pair = Pair(original, setup, **options)
+    if not steady:
+        for n in sizes:
+            pair(*make_args(n))
+        return pair
+    with each_size_captured_once(setup, sizes):
+        for n in sizes:
+            pair(*make_args(n))
+    return pair
+
+
+def kinds(plan: Plan) -> str:
+    """The units of a plan in order: "prp" is a piece, a region, a piece."""
+    return "".join(unit.kind[0] for unit in plan.units)
+
+
+def crossing(plan: Plan) -> set[str]:
+    """Layouts of everything that units give one another: "[s77, 4] float32", or "number"."""
+    return {value.layout for unit in plan.units for value in unit.gives}
+
+
+def reasons(plan: Plan) -> dict[str, str]:
+    """Why each eager op is eager, by the op's name without the weight it applies."""
+    return {op.op.partition("[")[0]: str(op.reason) for unit in plan.regions for op in unit.ops}

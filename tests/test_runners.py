@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paging import tiny_config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_compile.errors import InvalidRequestError, OutOfBlocksError, RunnerError
-from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Attention, DeepseekV4Config, StepState
+from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Attention, StepState
 from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2, StepResult
 from dsv4_compile.runners.batch import TOKEN_PADDING, block_groups
 from dsv4_compile.runners.block_allocator import BlockAllocator
@@ -27,38 +28,12 @@ from dsv4_compile.runners.requests import Request
 from dsv4_compile.runners.scheduler import Scheduler
 
 RUNNERS = (ModelRunnerV1, ModelRunnerV2)
-VOCAB = 50
-
-
-def make_config(**overrides: object) -> DeepseekV4Config:
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "qk_rope_head_dim": 4,
-        "q_lora_rank": 12,
-        "o_lora_rank": 8,
-        "o_groups": 2,
-        "sliding_window": 128,
-        "compress_ratios": (0, 4, 128),
-        "index_n_heads": 64,
-        "index_head_dim": 8,
-        "index_topk": 8,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "compress_rope_theta": 16e4,
-        "rope_scaling": None,
-        "max_position_embeddings": 512,
-        "vocab_size": VOCAB,
-        "max_num_batched_tokens": 512,
-    }
-    return DeepseekV4Config(**{**sizes, **overrides})
+VOCAB = tiny_config().vocab_size
 
 
 @pytest.fixture(scope="module")
 def stack() -> AttentionStack:
-    return AttentionStack(make_config())
+    return AttentionStack(tiny_config(sliding_window=128))
 
 
 def make_runner(model: nn.Module, runner: type[ModelRunner] = ModelRunnerV1, **options: object) -> ModelRunner:
@@ -118,14 +93,14 @@ def one_prefill(model: nn.Module, tokens: list[int]) -> Tensor:
     [
         (0, {}),
         (1, {"sliding_window": 10, "swa_block_size": 4, "compressed_block_size": 128}),
-        (2, {"compress_ratios": (128, 4, 4), "swa_block_size": 32}),
+        (2, {"ratios": (128, 4, 4), "swa_block_size": 32}),
     ],
 )
 def test_any_schedule_equals_one_full_prefill(
     seed: int, sizes: dict[str, object], runner_type: type[ModelRunner], buckets: tuple[int, ...] | None
 ) -> None:
     rng = random.Random(seed)
-    recorder = Recorder(AttentionStack(make_config(**sizes), seed=seed))
+    recorder = Recorder(AttentionStack(tiny_config(**{"sliding_window": 128, **sizes}), seed=seed))
     budget = 48 if buckets else rng.choice([7, 33, 100])
     runner = make_runner(recorder, runner_type, max_num_batched_tokens=budget, buckets=buckets)
     prompts = make_prompts(*(rng.choice([1, 3, 4, 8, 60, 127, 128, 129, 255, 290]) for _ in range(5)), seed=seed)
@@ -241,7 +216,6 @@ def test_a_step_of_padding_writes_nothing(stack: AttentionStack, runner_type: ty
 def test_a_compiled_model_is_one_graph_for_all_token_counts(
     stack: AttentionStack, runner_type: type[ModelRunner]
 ) -> None:
-    torch._dynamo.reset()
     prompts = make_prompts(40, 130, 2)
     expected = make_runner(stack).generate(prompts, 6)
     counter = CompileCounter()
@@ -261,8 +235,8 @@ def test_a_compiled_model_is_one_graph_for_all_token_counts(
     [
         ([], 1, "request 2: the prompt is empty"),
         ([1] * 399, 2, "request 2: the prompt has 399 tokens and 2 new ones.* max_model_len is 400"),
-        ([1, VOCAB], 1, r"request 2: prompt\[1\] is 50; token ids go from 0 to 49"),
-        ([1, 2, -1], 1, r"request 2: prompt\[2\] is -1; token ids go from 0 to 49"),
+        ([1, VOCAB], 1, r"request 2: prompt\[1\] is 97; token ids go from 0 to 96"),
+        ([1, 2, -1], 1, r"request 2: prompt\[2\] is -1; token ids go from 0 to 96"),
         ([1.0], 1, r"request 2: prompt\[0\] is 1.0 of type float; token ids must be ints"),
         ([True], 1, r"request 2: prompt\[0\] is True of type bool"),
         (["a"], 1, r"request 2: prompt\[0\] is 'a' of type str"),
@@ -329,7 +303,7 @@ def test_without_blocks_the_youngest_waits_and_recomputes(
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_every_request_ends_in_any_pool_that_holds_one(data: st.DataObject) -> None:
-    config = make_config(sliding_window=16, swa_block_size=8, compressed_block_size=128)
+    config = tiny_config(sliding_window=16, swa_block_size=8, compressed_block_size=128)
     groups = block_groups(config)
     counts = {group.name: group.peak_blocks(160) + data.draw(st.integers(0, 6)) for group in groups}
     blocks = BlockAllocator(groups, counts, 3, 160)
@@ -359,7 +333,7 @@ def test_every_request_ends_in_any_pool_that_holds_one(data: st.DataObject) -> N
 @given(st.integers(1, 40), st.integers(1, 80), st.integers(0, 9999))
 def test_the_default_pools_never_run_out(window: int, max_tokens: int, seed: int) -> None:
     rng = random.Random(seed)
-    config = make_config(sliding_window=window, swa_block_size=8)
+    config = tiny_config(sliding_window=window, swa_block_size=8)
     groups = block_groups(config)
     limits = RunnerLimits(config=config, max_num_reqs=3, max_num_batched_tokens=max_tokens, max_model_len=300)
     blocks = BlockAllocator(groups, limits.count_blocks(groups, {}), 3, 300)
@@ -427,8 +401,8 @@ def test_a_waiting_request_can_be_cancelled(stack: AttentionStack) -> None:
 def test_generate_refuses_a_bad_prompt_before_it_runs_any(stack: AttentionStack) -> None:
     recorder = Recorder(stack)
     runner = make_runner(recorder)
-    with pytest.raises(InvalidRequestError, match=r"prompt 1: prompt\[0\] is 99"):
-        runner.generate([[1, 2], [99]], 3)
+    with pytest.raises(InvalidRequestError, match=r"prompt 1: prompt\[0\] is 97"):
+        runner.generate([[1, 2], [VOCAB]], 3)
     assert (recorder.logits, runner.num_active) == ([], 0)
     assert len(runner.generate([[1, 2]], 3)[0]) == 3
 
@@ -470,7 +444,7 @@ def test_a_second_runner_on_the_model_is_noticed_by_the_first(stack: AttentionSt
 
 def test_a_model_without_our_layers_is_refused() -> None:
     with pytest.raises(RunnerError, match="no DeepseekV4Attention layer in Linear"):
-        ModelRunnerV1(nn.Linear(2, 2), make_config(), max_num_reqs=2, max_num_batched_tokens=8, max_model_len=8)
+        ModelRunnerV1(nn.Linear(2, 2), tiny_config(), max_num_reqs=2, max_num_batched_tokens=8, max_model_len=8)
 
 
 def test_logits_of_the_wrong_shape_are_refused(stack: AttentionStack) -> None:
@@ -480,7 +454,7 @@ def test_logits_of_the_wrong_shape_are_refused(stack: AttentionStack) -> None:
 
     runner = make_runner(LastOnly(stack))
     runner.add_request([1, 2, 3], 2)
-    with pytest.raises(RunnerError, match=r"logits of shape \(1, 50\) for 3 tokens"):
+    with pytest.raises(RunnerError, match=r"logits of shape \(1, 97\) for 3 tokens"):
         runner.step()
 
 
@@ -490,7 +464,7 @@ def test_logits_of_the_wrong_shape_are_refused(stack: AttentionStack) -> None:
         ({"max_num_reqs": 1}, r"max_num_reqs is 1; it must be an int, at least 2 \(a request dimension"),
         ({"max_num_batched_tokens": 513}, "max_num_batched_tokens is 513; it must be an int, from 1 to 512"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ({"max_model_len": 513}, "max_model_len is 513; .* from 2 to 512 .*max_position_embeddings"),
+        ({"max_model_len": 1025}, "max_model_len is 1025; .* from 2 to 1024 .*max_position_embeddings"),
         ({"max_model_len": "9"}, "max_model_len is '9'"),
         ({"buckets": (8, 64)}, "bucket is 64; it must be an int, from 1 to 48"),
         ({"num_blocks": {"sva": 3}}, "unknown group 'sva'; the groups are swa, compressed, c4_state, c128_state"),
@@ -556,14 +530,8 @@ def test_progress_needs_no_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
-@pytest.fixture(autouse=True)
-def _no_dynamo_left_over() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
 def test_bfloat16_caches_follow_the_model() -> None:
-    model = AttentionStack(make_config()).to(torch.bfloat16)
+    model = AttentionStack(tiny_config(sliding_window=128)).to(torch.bfloat16)
     answers = make_runner(model, ModelRunnerV2).generate(make_prompts(140, 9), 5)
     assert [len(answer) for answer in answers] == [5, 5]
     layer = next(layer for layer in model.modules() if isinstance(layer, DeepseekV4Attention) and layer.compressor)

@@ -1,0 +1,255 @@
+"""Our attention in a Hugging Face DeepSeek V4: the same weights, served paged and in ragged batches.
+
+`swap_attention` doesn't change what the given model computes. It makes a second module tree that differs in the
+attention layers only and shares every weight, so the original still generates and saves. Our layers fuse two pairs of
+projections: the fused parameter is the storage, and the original parameters become views of it.
+
+The step state travels as a keyword argument through transformers' own forward, so that a compiler sees its tensors
+as graph inputs. transformers' mask and cache are switched off: causality is in the step state, history in the paged
+caches. To compile without graph breaks choose `experts_implementation="grouped_mm"` (transformers' default) or
+"batched_mm"; "eager" looks at the routing on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, DeepseekV4ForCausalLM
+
+from ..errors import UnsupportedConfigError
+from ..models.deepseek_v4.attention import DeepseekV4Attention
+from ..models.deepseek_v4.compressor import Compressor
+from ..models.deepseek_v4.config import DeepseekV4Config
+from ..models.deepseek_v4.indexer import Indexer
+from ..models.deepseek_v4.shared import SharedBuffers
+from ..models.deepseek_v4.step import StepState
+
+# transformers takes masks that are made already from such a dict: this one says there is none to make
+_NO_MASK = {"sliding_attention": None}
+
+
+class SwappedAttention(nn.Module):
+    """`DeepseekV4Attention` where transformers calls its own attention layer: a batch of one flat sequence."""
+
+    def __init__(self, attention: DeepseekV4Attention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(
+        self, hidden_states: Tensor, *, position_ids: Tensor, step: StepState, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """[1, T, hidden] to ([1, T, hidden], None); transformers' mask, cache and rotary tables are not read."""
+        attended = self.attention(hidden_states.squeeze(0), position_ids.squeeze(0), step)
+        return attended.unsqueeze(0), None
+
+
+class SwappedModel(nn.Module):
+    """A Hugging Face model with our attention, callable as the runners call models.
+
+    Attributes:
+        config: sizes of the attention layers; what a runner needs.
+        language_model: the `DeepseekV4ForCausalLM` with swapped layers.
+    """
+
+    def __init__(self, language_model: nn.Module, config: DeepseekV4Config) -> None:
+        super().__init__()
+        self.config = config
+        self.language_model = language_model
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepState) -> Tensor:
+        """Logits [T, vocab] of input_ids [T] int64 at positions [T] int64."""
+        output = self.language_model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=_NO_MASK,
+            use_cache=False,
+            step=step,
+        )
+        logits: Tensor = output.logits
+        return logits.squeeze(0)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    experts_implementation: str | None = None,
+    **overrides: Any,
+) -> SwappedModel:
+    """Load a checkpoint folder through transformers and swap the attention.
+
+    Args:
+        path, dtype, device, experts_implementation: as in `load_original`.
+        overrides: fields of our `DeepseekV4Config`, for example `max_position_embeddings` for shorter RoPE tables.
+
+    Raises:
+        FileNotFoundError, UnsupportedConfigError: as in `load_original` and `swap_attention`.
+    """
+    DeepseekV4Config.from_hf(_read_config(Path(path)), **overrides)  # before the weights, which may take minutes
+    model = load_original(path, dtype=dtype, device=device, experts_implementation=experts_implementation)
+    return swap_attention(model, **overrides)
+
+
+def load_original(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    experts_implementation: str | None = None,
+) -> DeepseekV4ForCausalLM:
+    """Load a checkpoint folder as transformers does, but without its silent repairs.
+
+    Names and configuration may be those of `save_pretrained` or those of the released checkpoints. Quantised weights
+    are dequantised (transformers needs the package accelerate for that).
+
+    Args:
+        path: folder with config.json and safetensors.
+        dtype: of the weights; None: as the checkpoint says.
+        device: where the model goes; None: the CPU.
+        experts_implementation: transformers' option of that name; None: its default.
+
+    Raises:
+        FileNotFoundError: no such folder, or it has no config.json.
+        UnsupportedConfigError: another architecture, a configuration we cannot serve, or weights that are missing.
+    """
+    folder = Path(path)
+    DeepseekV4Config.from_hf(_read_config(folder))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if isinstance(quantisation := getattr(config, "quantization_config", None), Mapping):
+        config.quantization_config = {**quantisation, "dequantize": True}
+    if experts_implementation is not None:
+        config._experts_implementation = experts_implementation
+    model, report = DeepseekV4ForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise UnsupportedConfigError(
+            f"{folder}: the checkpoint lacks {len(missing)} weights, for example {missing[0]}; is a file missing?"
+        )
+    return model.to(device)
+
+
+def swap_attention(model: nn.Module, **overrides: Any) -> SwappedModel:
+    """Put our attention layers into a copy of the model's module tree that shares all weights.
+
+    Cast and move the model before: afterwards a cast would make copies of the fused weights.
+
+    Args:
+        model: a `DeepseekV4ForCausalLM` on one device.
+        overrides: fields of our `DeepseekV4Config`.
+
+    Returns:
+        A model for the runners; `model` itself works on as before, on the same storage.
+
+    Raises:
+        UnsupportedConfigError: another architecture, quantised or offloaded weights, or a configuration we cannot
+            serve.
+    """
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        raise UnsupportedConfigError(f"swap_attention takes a DeepseekV4ForCausalLM, not a {type(model).__name__}")
+    config = DeepseekV4Config.from_hf(model.config, **overrides)
+    _check_plain(model)
+    shared = SharedBuffers(config, device=model.lm_head.weight.device)
+    swapped = _copy_module(model)
+    swapped.model = _copy_module(model.model)
+    swapped.model.layers = nn.ModuleList(_swap_layer(layer, config, shared) for layer in model.model.layers)
+    return SwappedModel(swapped, config)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder at {folder}")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint folder")
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("model_type") != "deepseek_v4":
+        raise UnsupportedConfigError(
+            f"{file} has model_type {config.get('model_type')!r}; only 'deepseek_v4' is served"
+        )
+    return config
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse modules whose forward belongs to the original object, and weights that are not plain and in one place."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise UnsupportedConfigError(f"the model is spread over {sorted(map(str, devices))}; load it to one device")
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise UnsupportedConfigError(f"{name or 'the model'} has hooks around its forward; load without device_map")
+        if ".self_attn" in name and hasattr(module, "weight_scale_inv"):
+            raise UnsupportedConfigError(f"{name} is quantised; load with dequantize=True in the quantization_config")
+
+
+def _copy_module(module: Any) -> Any:
+    """The same parameters and buffers in a new module with the same children, which can then be replaced."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
+
+
+def _swap_layer(layer: nn.Module, config: DeepseekV4Config, shared: SharedBuffers) -> nn.Module:
+    swapped = _copy_module(layer)
+    theirs: Any = layer.self_attn
+    with torch.device("meta"):
+        attention = DeepseekV4Attention(config, theirs.layer_idx, shared)
+    _share_attention(attention, theirs)
+    swapped.self_attn = SwappedAttention(attention)
+    return swapped  # type: ignore[no-any-return]
+
+
+def _share_attention(ours: DeepseekV4Attention, theirs: Any) -> None:
+    ours.fused_wqa_wkv.weight = _fuse(theirs.q_a_proj.weight, theirs.kv_proj.weight)
+    ours.q_norm = theirs.q_a_norm.weight
+    ours.kv_norm = theirs.kv_norm.weight
+    ours.wq_b.weight = theirs.q_b_proj.weight
+    ours.attn_sink = theirs.sinks
+    ours.wo_a.weight = theirs.o_a_proj.weight
+    ours.wo_b.weight = theirs.o_b_proj.weight
+    if ours.compressor is not None:
+        _share_compressor(ours.compressor, theirs.compressor)
+    if ours.indexer is not None:
+        _share_indexer(ours.indexer, theirs.compressor.indexer)
+
+
+def _share_compressor(ours: Compressor, theirs: Any) -> None:
+    ours.fused_wkv_wgate.weight = _fuse(theirs.kv_proj.weight, theirs.gate_proj.weight)
+    ours.ape = theirs.position_bias
+    ours.norm = theirs.kv_norm.weight
+
+
+def _share_indexer(ours: Indexer, theirs: Any) -> None:
+    ours.wq_b.weight = theirs.q_b_proj.weight
+    ours.weights_proj.weight = theirs.scorer.weights_proj.weight
+    _share_compressor(ours.compressor, theirs)
+
+
+def _fuse(first: nn.Parameter, second: nn.Parameter) -> nn.Parameter:
+    """One parameter with the rows of both, which become views of it; where they are already, nothing moves."""
+    if first.dtype != second.dtype:
+        raise UnsupportedConfigError(f"weights to be fused have the dtypes {first.dtype} and {second.dtype}")
+    split = len(first)
+    if not _are_adjacent(first, second):
+        both = torch.cat([first.data, second.data])
+        first.data, second.data = both[:split], both[split:]
+    rows = first.data.as_strided((split + len(second), first.shape[1]), (first.shape[1], 1))
+    return nn.Parameter(rows, requires_grad=first.requires_grad)
+
+
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
+    same_storage = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    return (
+        same_storage
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and second.storage_offset() == first.storage_offset() + first.numel()
+    )

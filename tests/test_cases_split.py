@@ -13,7 +13,7 @@ from case_helpers import (
     assert_same,
     check,
     crossing,
-    each_size_captured_once,
+    each_captured_once,
     everywhere,
     kinds,
     reasons,
@@ -350,7 +350,7 @@ def test_b48_numbers_none_and_nests_among_outputs(setup: Setup) -> None:
 
     sizes = (8, 16, 8, 16, 8, 16)
     pair = Pair(f, setup)
-    with each_size_captured_once(setup, sizes):
+    with each_captured_once(setup, sizes):
         for n in sizes:
             result = pair(rows(n), 3)
             assert result[2] == n

@@ -64,3 +64,7 @@ class OutOfBlocksError(RunnerError):
 
 class UnsupportedConfigError(Dsv4Error):
     """A model configuration asks for something this package does not build (for example an fp8 cache)."""
+
+
+class CaptureError(Dsv4Error):
+    """A captured graph cannot hold what a piece does, captures are nested, or a released recording was replayed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from toy_ops import SPLIT
 
 import dsv4_compile
+from dsv4_compile.errors import Dsv4Error
 from dsv4_compile.plan import Plan
 
 ENGINES = ("off",)
@@ -59,6 +61,7 @@ def _parametrize(setups: Iterable[Setup]) -> pytest.MarkDecorator:
 
 everywhere = _parametrize(_SETUPS)
 captured = _parametrize(s for s in _SETUPS if s.captures)
+captured_mrv2 = _parametrize(s for s in _SETUPS if s.captures and s.runner == "mrv2")
 under_mrv1 = _parametrize(s for s in _SETUPS if s.runner == "mrv1")
 under_mrv2 = _parametrize(s for s in _SETUPS if s.runner == "mrv2")
 
@@ -178,6 +181,16 @@ def check(
         for n in sizes:
             pair(*make_args(n))
     return pair
+
+
+def equal_or_refused(pair: Pair, name: str, *args: Any) -> None:
+    """The call equals eager, or an error of ours says which op or input is to blame; never other numbers."""
+    error = None
+    try:
+        pair(*args)
+    except Dsv4Error as caught:
+        error = str(caught)
+    assert error is None or re.search(rf"\b{name}\b", error), error
 
 
 def kinds(plan: Plan) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-from case_helpers import Pair, Setup, check, everywhere, rows
+from case_helpers import Pair, Setup, check, equal_or_refused, everywhere, rows
 from torch import Tensor
 from toy_ops import SPLIT
 
 import dsv4_compile
-from dsv4_compile.errors import AliasingOpError, Dsv4Error
+from dsv4_compile.errors import AliasingOpError
 
 toy = torch.ops.toy
 
@@ -228,13 +226,3 @@ def test_b43_odd_width_crosses_as_chunks(setup: Setup) -> None:
 
     w = rows(4, 48)
     check(setup, f, lambda n: (rows(n), w))
-
-
-def equal_or_refused(pair: Pair, op: str, *args: Tensor) -> None:
-    """The call equals eager, or an error of ours names the op; never other numbers."""
-    error = None
-    try:
-        pair(*args)
-    except Dsv4Error as caught:
-        error = str(caught)
-    assert error is None or re.search(rf"\b{op}\b", error), error

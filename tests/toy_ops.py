@@ -18,6 +18,8 @@ class StepContext:
 
     slots: Tensor | None = None
     max_len: int = 0
+    lens = torch.zeros(1)  # the same on the device, refilled in place
+    is_capturing: Callable[[], bool] = staticmethod(lambda: False)
 
 
 class Host:
@@ -54,8 +56,8 @@ def _tick(q: Tensor) -> None:
 
 
 def _kv_write(kv: Tensor, slots: Tensor, cache: Tensor) -> None:
-    kept = slots >= 0
-    cache[slots[kept]] = kv[kept]
+    hits = slots == torch.arange(cache.shape[0]).unsqueeze(1)  # fixed shapes, so that a capture can hold it
+    cache.copy_(torch.where(hits.any(1, keepdim=True), kv[hits.int().argmax(1)], cache))
 
 
 def _context_write(kv: Tensor, cache: Tensor) -> None:
@@ -64,11 +66,14 @@ def _context_write(kv: Tensor, cache: Tensor) -> None:
 
 
 def _context_indexer(q: Tensor, k: Tensor, topk: Tensor) -> None:
-    if StepContext.max_len <= topk.shape[1]:  # everything is selected: the shortcut of a short context
-        ids = torch.arange(topk.shape[1]).expand(topk.shape)
-        topk.copy_(torch.where(ids < StepContext.max_len, ids, -1))
-    else:
-        topk.copy_((q @ k[: StepContext.max_len].T).topk(topk.shape[1]).indices)
+    ids = torch.arange(k.shape[0])
+    if StepContext.max_len <= topk.shape[1] and not StepContext.is_capturing():  # all are selected
+        topk.copy_(torch.where(ids < StepContext.max_len, ids, -1)[: topk.shape[1]])
+        return
+    beyond = ids >= StepContext.lens
+    best = (q @ k.T).masked_fill(beyond, float("-inf")).topk(topk.shape[1]).indices
+    best = best.masked_fill(beyond[best], k.shape[0]).sort().values
+    topk.copy_(best.masked_fill(best == k.shape[0], -1))
 
 
 def _topk(q: Tensor, k: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Benchmarks, run by hand; each prints ratios of one run."""

@@ -1,0 +1,80 @@
+"""A stack of tiny attention layers with a batch of two requests, for benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.models.deepseek_v4 import (
+    AttentionStack,
+    DeepseekV4Config,
+    StepState,
+    CacheGroup,
+    allocate_caches,
+    bind_caches,
+)
+
+REQUESTS, BLOCKS = 2, 8
+
+
+def stack_and_inputs(layers: int, tokens: int = 8) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
+    """A stack with the layer pattern of the released Pro model and the first step of one request."""
+    config = tiny_config(layers)
+    stack = AttentionStack(config)
+    blocks: dict[CacheGroup, int] = {"swa": BLOCKS, "compressed": BLOCKS, "c4_state": BLOCKS, "c128_state": BLOCKS}
+    bind_caches(stack, allocate_caches(config, blocks))
+    return stack, (torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), first_step(tokens))
+
+
+def tiny_config(layers: int) -> DeepseekV4Config:
+    """Two C128A layers, then C4A and C128A in turn."""
+    ratios = [128, 128, *([4, 128] * layers)][:layers]
+    return DeepseekV4Config(
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        head_dim=16,
+        qk_rope_head_dim=8,
+        q_lora_rank=16,
+        o_lora_rank=8,
+        o_groups=2,
+        sliding_window=16,
+        compress_ratios=tuple(ratios),
+        index_n_heads=64,
+        index_head_dim=16,
+        index_topk=8,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        compress_rope_theta=160000.0,
+        rope_scaling=None,
+        max_position_embeddings=1024,
+        vocab_size=64,
+        max_num_batched_tokens=256,
+    )
+
+
+def first_step(tokens: int) -> StepState:
+    """The step state of one request's first tokens, whose blocks are numbered in order."""
+    table = torch.full((REQUESTS, BLOCKS), -1, dtype=torch.int32)
+    table[0] = torch.arange(BLOCKS)
+    slots = torch.arange(tokens)
+    step = StepState(
+        token_to_req=torch.zeros(tokens, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, tokens, tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([tokens, 0], dtype=torch.int32),
+        swa_slot_mapping=slots,
+        swa_block_table=table,
+        block_table=table.clone(),
+        c4_slot_mapping=torch.where((slots + 1) % 4 == 0, slots // 4, -1),
+        c128_slot_mapping=torch.full((tokens,), -1),
+        c4_state_slot_mapping=slots,
+        c4_state_block_table=table.clone(),
+        c128_state_slot_mapping=slots.clone(),
+        c128_state_block_table=table.clone(),
+    )
+    for field in dataclasses.fields(step):
+        if field.name.endswith("table") or field.name in ("query_start_loc", "seq_lens"):
+            torch._dynamo.mark_static(getattr(step, field.name))
+    return step

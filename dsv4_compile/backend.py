@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from .compat import graph_break_reason, refakify
+from .compat import concrete_stand_ins, graph_break_reason, symbolic_stand_ins
 from .config import Config
 from .counting import counters
-from .draft import Draft
+from .draft import Draft, StandIns
 from .inspect.artifacts import Artifacts
 from .make_plan import make_plan
 from .ops.registry import snapshot, with_split_ops
@@ -66,8 +66,14 @@ def plan_graph(
 ) -> tuple[Draft, Plan]:
     """Compute what becomes of a graph, without compiling or capturing anything."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    fake_mode, fakes = refakify(example_inputs, placeholders)
+    symbolic = _stand_ins(symbolic_stand_ins(example_inputs, placeholders), concrete=False)
+    concrete = _stand_ins(concrete_stand_ins(example_inputs), concrete=True)
     ops = with_split_ops(snapshot(), config.split_ops)
-    draft = draft_graph(gm, example_inputs, fakes, ops, graph_break_reason(gm))
-    draft = run_passes(draft, pass_order(config, fake_mode), observe)
+    draft = draft_graph(gm, example_inputs, symbolic.values, ops, graph_break_reason(gm))
+    draft = run_passes(draft, pass_order(config, concrete, symbolic), observe)
     return draft, make_plan(draft, config)
+
+
+def _stand_ins(made: tuple[Any, tuple[Any, ...]], *, concrete: bool) -> StandIns:
+    mode, values = made
+    return StandIns(mode=mode, values=values, concrete=concrete)

@@ -81,7 +81,7 @@ def graph_break_reason(gm: fx.GraphModule) -> str | None:
     return str(reason.reason) if reason is not None and reason.graph_break else None
 
 
-def refakify(example_inputs: Sequence[Any], placeholders: Sequence[fx.Node]) -> tuple[Any, list[Any]]:
+def symbolic_stand_ins(example_inputs: Sequence[Any], placeholders: Sequence[fx.Node]) -> tuple[Any, tuple[Any, ...]]:
     """The fake mode of the current trace, and one fake or SymInt per graph input, all of that mode.
 
     The `example_value` of a parameter belongs to another mode, so tensors are made fake again, with the symbolic
@@ -98,7 +98,19 @@ def refakify(example_inputs: Sequence[Any], placeholders: Sequence[fx.Node]) -> 
             fakes.append(mode.from_tensor(example, symbolic_context=symbolic, source=source))
         else:
             fakes.append(placeholder.meta["example_value"])
-    return mode, fakes
+    return mode, tuple(fakes)
+
+
+def concrete_stand_ins(example_inputs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A fake mode without symbols, and one fake or int per graph input, with the sizes of the trace."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [
+        mode.from_tensor(example, static_shapes=True) if isinstance(example, torch.Tensor) else hint_of(example)
+        for example in example_inputs
+    ]
+    return mode, tuple(fakes)
 
 
 def expr_of(size: Any) -> sympy.Expr:

@@ -53,6 +53,21 @@ class GraphInput:
     static: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIns:
+    """Fakes of a graph's inputs, one per placeholder, and the mode they belong to.
+
+    Attributes:
+        mode: the fake tensor mode.
+        values: fake tensors, and SymInts or, if concrete, ints.
+        concrete: sizes are those of the trace and not symbols.
+    """
+
+    mode: Any
+    values: tuple[Value, ...]
+    concrete: bool
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """Shape, strides, offset, dtype and device of a value as it was when its node ran, and its storage's number."""

@@ -37,7 +37,7 @@ def why_reads_step(draft: Draft, node: fx.Node) -> str | None:
     return None
 
 
-def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node]) -> str | None:
+def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node], device: torch.device) -> str | None:
     """A graph cannot hold the node: it syncs, its size or an argument depends on data, or it works elsewhere."""
     effects = draft.effects[node]
     if effects.uncapturable:
@@ -47,7 +47,7 @@ def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node])
     baked = sorted(arg.name for arg in node.all_input_nodes if arg in read_off_data)
     if baked:
         return f"takes {baked[0]}, a number read off data"
-    return _why_elsewhere(draft, node)
+    return _why_elsewhere(draft, node, device)
 
 
 def is_preparation(draft: Draft, node: fx.Node) -> bool:
@@ -91,9 +91,8 @@ def _has_unbacked_size(effects: Effects) -> bool:
     return any(is_unbacked(symbol) for size in sizes for symbol in expr_of(size).free_symbols)
 
 
-def _why_elsewhere(draft: Draft, node: fx.Node) -> str | None:
+def _why_elsewhere(draft: Draft, node: fx.Node, device: torch.device) -> str | None:
     """In a graph on an accelerator: the node touches host memory, which a kernel's baked arguments cannot follow."""
-    device = _graph_device(draft)
     if device.type == "cpu":
         return None
     for touched in (node, *node.all_input_nodes):
@@ -103,7 +102,7 @@ def _why_elsewhere(draft: Draft, node: fx.Node) -> str | None:
     return None
 
 
-def _graph_device(draft: Draft) -> torch.device:
+def graph_device(draft: Draft) -> torch.device:
     """The device of the first tensor input that is not on the CPU, else the CPU."""
     devices = (i.value.device for i in draft.inputs if isinstance(i.value, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compat import op_name
-from .draft import Access, Effects, TensorMeta
+from .draft import Access, Effects
 from .errors import AliasingOpError
 from .ops.registry import RegisteredOp, find_op
 from .userlines import where
@@ -35,7 +35,7 @@ _OWN_NAMESPACES = ("aten", "prim", "prims")
 
 
 class Storages:
-    """Numbers storages in order of appearance and describes tensors by them."""
+    """Numbers storages in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -49,15 +49,6 @@ class Storages:
             self._numbers[key] = len(self._numbers)
             self._alive.append(storage)  # an address must not be used again while it is a key
         return self._numbers[key]
-
-    def describe(self, value: Any) -> Any:
-        """`TensorMeta` of a tensor, a tuple of them for a container, None for anything else."""
-        if isinstance(value, torch.Tensor):
-            shape, stride, offset = tuple(value.shape), tuple(value.stride()), value.storage_offset()
-            return TensorMeta(shape, stride, offset, value.dtype, value.device, self.number(value))
-        if isinstance(value, (tuple, list)):
-            return tuple(self.describe(item) for item in value)
-        return None
 
 
 @dataclass
@@ -78,7 +69,7 @@ class Recording:
         """The node's effects, given its value."""
         uncapturable, barrier = self.uncapturable, self.barrier
         if value is None and not self.ops and self.node.op == "call_function":
-            uncapturable = uncapturable or "returns nothing and dispatches no op: its effect is on the host"
+            uncapturable = uncapturable or _HOST_EFFECT
             barrier = barrier or uncapturable
         return Effects(
             accesses=tuple(self.accesses),
@@ -174,7 +165,7 @@ class EffectsRecorder(TorchDispatchMode):
                     )
 
 
-_HOST_EFFECT = "returns nothing and declares no mutation: its effect is on the host"
+_HOST_EFFECT = "declares no effect, so it has one on the host"
 
 
 def func_name(func: Any) -> str:

@@ -12,10 +12,9 @@ if __name__ != "dsv4_compile.passes":
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from ..config import Config
-from ..draft import Draft
+from ..draft import Draft, StandIns
 from .check_hazards import check_hazards
 from .check_partition import check_partition
 from .choose_regions import choose_regions
@@ -33,14 +32,14 @@ Pass = Callable[[Draft], Draft]
 Observer = Callable[[str, Draft], None]
 
 
-def pass_order(config: Config, fake_mode: Any) -> tuple[Pass, ...]:
+def pass_order(config: Config, concrete: StandIns, symbolic: StandIns) -> tuple[Pass, ...]:
     """All passes with their settings bound, in the order in which they run."""
     return (
         resolve_targets,
         scope_modes,
         decompose_sizes,
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
-        partial(infer_effects, fake_mode=fake_mode),  # everything below decides from effects
+        partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
         rebase_results,
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),
         partial(move_nodes, region=config.resolved_region),

@@ -63,4 +63,3 @@ def _bad_crossings(draft: Draft) -> Iterator[str]:
                 yield f"{unit.name} gives {node.name}, a container"
             elif effects.is_free and not effects.only_allocates and draft.producer(node) is node:
                 yield f"{unit.name} gives {node.name}, a view"
-

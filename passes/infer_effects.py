@@ -10,6 +10,11 @@ storages are touched, and views show by sharing a storage. No later pass guesses
 
 Storages get numbers in order of appearance. A number that is read off data is taken from the trace instead of being
 computed again, since running it would mint a new symbol.
+
+Note "concrete run": fakes with symbolic sizes cost five times as much as fakes with the sizes that the trace had, and
+what is touched and shared is the same. So the graph runs on concrete ones, and the symbolic shapes come from the trace,
+each compared with the shape that the run gave. Where they differ (a tensor's metadata was changed in place, or a size
+depends on data) the graph runs again on symbolic fakes.
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat import expr_of, is_unbacked
-from ..draft import Draft, Effects, Provenance, TensorMeta
+from ..compat import expr_of, hint_of, is_unbacked
+from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
 from ..errors import Dsv4Error, PlanError
 from ..recorder import EffectsRecorder, Storages
 from ..userlines import where
@@ -31,20 +36,39 @@ from .scope_modes import autocast_scopes
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def infer_effects(draft: Draft, *, fake_mode: Any) -> Draft:
+class _NeedsSymbolsError(Exception):
+    """The concrete run cannot tell the symbolic shape of some value."""
+
+
+def infer_effects(draft: Draft, *, concrete: StandIns, symbolic: StandIns) -> Draft:
     """Fill in `effects` for every node and the provenance of every storage.
+
+    Args:
+        draft: the normalised graph.
+        concrete: fakes of the inputs with the sizes of the trace.
+        symbolic: fakes of the inputs with symbolic sizes.
 
     Raises:
         AliasingOpError: an op shares storage in a way its schema does not declare.
         PlanError: a node cannot be run on fake tensors.
     """
+    try:
+        return _run(draft, concrete)
+    except _NeedsSymbolsError:
+        return _run(draft, symbolic)
+
+
+def _run(draft: Draft, stand_ins: StandIns) -> Draft:
     storages = Storages()
-    interpreter = _EffectsInterpreter(draft, EffectsRecorder(draft.ops, storages))
-    provenance = {storages.number(i.value): i.provenance for i in draft.inputs if isinstance(i.value, torch.Tensor)}
-    values = [graph_input.value for graph_input in draft.inputs]
+    interpreter = _EffectsInterpreter(draft, EffectsRecorder(draft.ops, storages), stand_ins)
+    provenance = {
+        storages.number(value): graph_input.provenance
+        for graph_input, value in zip(draft.inputs, stand_ins.values, strict=True)
+        if isinstance(value, torch.Tensor)
+    }
     # Composite ops arrive whole in inference mode, where `reshape` would pass for a view although it may copy.
-    with torch.inference_mode(False), torch.no_grad(), fake_mode:
-        interpreter.run(*values, enable_io_processing=False)
+    with torch.inference_mode(False), torch.no_grad(), stand_ins.mode:
+        interpreter.run(*stand_ins.values, enable_io_processing=False)
     effects = interpreter.effects
     for constant in interpreter.constants:
         provenance.setdefault(constant, Provenance.CONSTANT)
@@ -79,12 +103,13 @@ def _filled(draft: Draft, effects: Mapping[fx.Node, Effects], provenance: Mappin
 class _EffectsInterpreter(fx.Interpreter):
     """Runs each node on fakes under the recorder and keeps its effects."""
 
-    def __init__(self, draft: Draft, recorder: EffectsRecorder) -> None:
+    def __init__(self, draft: Draft, recorder: EffectsRecorder, stand_ins: StandIns) -> None:
         # Values stay alive to the end, so that no storage's identity is used twice.
         super().__init__(draft.gm, garbage_collect_values=False)
         self.recorder = recorder
         self.effects: dict[fx.Node, Effects] = {}
         self.constants: set[int] = set()
+        self._stand_ins = stand_ins
         self._scalar_inputs = {
             i.node for i in draft.inputs if isinstance(i.value, torch.Tensor) and i.value.dim() == 0 and i.value.is_cpu
         }
@@ -92,7 +117,7 @@ class _EffectsInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return self._run_node(n)
-        except Dsv4Error:
+        except (Dsv4Error, _NeedsSymbolsError):
             raise
         except Exception as error:
             # Some fake-tensor errors would turn into a silent graph break if they left the backend.
@@ -101,19 +126,41 @@ class _EffectsInterpreter(fx.Interpreter):
     def _run_node(self, n: fx.Node) -> Any:
         traced = n.meta.get("example_value")
         if n.op in ("call_function", "call_method") and _is_read_off_data(n, traced, self.env):
-            value, effects = traced, self._read_off_data(n)
+            value, effects = self._known(traced), self._read_off_data(n)
         elif n.op in ("placeholder", "output"):
             value, effects = super().run_node(n), Effects()
         else:
             with self.recorder.node(n) as recording, autocast_scopes(n):
                 value = super().run_node(n)
             effects = recording.effects(value)
-        n.meta["example_value"] = value  # Dynamo's own may have been changed in place by a later node
-        result = self.recorder.storages.describe(value)
+        if not self._stand_ins.concrete:
+            n.meta["example_value"] = traced = value  # Dynamo's own was changed in place by a later node
+        result = self._describe(value, traced)
         if n.op == "get_attr" and isinstance(result, TensorMeta):
             self.constants.add(result.storage)
         self.effects[n] = replace(effects, result=result)
         return value
+
+    def _known(self, traced: Any) -> Any:
+        """The value of the trace, as a stand-in of this run."""
+        if not self._stand_ins.concrete:
+            return traced
+        if isinstance(traced, torch.Tensor) or (isinstance(traced, torch.SymInt) and not _is_metadata(traced)):
+            raise _NeedsSymbolsError
+        return traced.node.hint if isinstance(traced, _SYMBOLIC) else traced
+
+    def _describe(self, value: Any, traced: Any) -> Any:
+        """`TensorMeta` of a tensor, a tuple of them for a container, None for anything else."""
+        if isinstance(value, (tuple, list)):
+            items = traced if isinstance(traced, (tuple, list)) else [None] * len(value)
+            return tuple(self._describe(item, item_traced) for item, item_traced in zip(value, items, strict=True))
+        if not isinstance(value, torch.Tensor):
+            return None
+        shown = traced if isinstance(traced, torch.Tensor) else value
+        if shown is not value and not _agree(value, shown):
+            raise _NeedsSymbolsError
+        layout = tuple(shown.shape), tuple(shown.stride()), shown.storage_offset()
+        return TensorMeta(*layout, value.dtype, value.device, self.recorder.storages.number(value))
 
     def _read_off_data(self, n: fx.Node) -> Effects:
         tensors = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
@@ -121,6 +168,16 @@ class _EffectsInterpreter(fx.Interpreter):
         is_scalar_input = n.all_input_nodes[0] in self._scalar_inputs
         reason = f"{n.target} reads a value back to the host"
         return Effects(reads=reads, uncapturable=reason, bucket_scalar=is_scalar_input)
+
+
+def _agree(value: torch.Tensor, traced: torch.Tensor) -> bool:
+    """The trace's symbolic layout is, for the sizes of the trace, the layout that the run gave."""
+    symbols = (*traced.shape, *traced.stride(), traced.storage_offset())
+    if value.dtype != traced.dtype or value.dim() != traced.dim():
+        return False
+    if any(isinstance(size, torch.SymInt) and not _is_metadata(size) for size in symbols):
+        return False
+    return [hint_of(size) for size in symbols] == [*value.shape, *value.stride(), value.storage_offset()]
 
 
 def _is_read_off_data(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:

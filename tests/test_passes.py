@@ -173,7 +173,7 @@ add_ = add_(view, 1)                                      writes 3
 setitem = setitem(l_cache_, l_slots_, out)                reads 2,4; writes 1
 add_1 = add(h, 1, out=out)                                reads 3; writes 4
 zeros = zeros_like(h)                                     makes 5
-tick = toy::tick(h)                                       reads 3; barrier; returns nothing and declares no mutation: its effect is on the host
+tick = toy::tick(h)                                       reads 3; barrier; declares no effect, so it has one on the host
 rand_like = rand_like(h)                                  makes 6; random
 add_2 = add(rand_like, zeros)                             reads 5,6; makes 7
 reshape = reshape(out, -1, 2)                             free
@@ -242,7 +242,7 @@ return (mul,)
 -- mrv1 wide
 kv = matmul(l_x_, l_w_)                                   captured
 kv_write = toy::kv_write(kv, l_slots_, l_cache_)          reads step state slots
-q = matmul(l_x_, l_w_)                                    wide: between the first preparation op and the last split op
+q = matmul(l_x_, l_w_)                                    wide: between preparation and split op
 out = empty_like(q)                                       free
 attn = toy::attn(q, out)                                  split op
 matmul_2 = matmul(out, l_w_)                              captured

@@ -172,8 +172,8 @@ piece_0  captured, 6 ops
 region_0  eager, 7 ops
     dsv4::qnorm_rope_kv_insert                        reads step state step.swa_slot_mapping
     dsv4::compress_kv_insert[compressor.ape]          reads step state step.token_to_req
-    linear[indexer.wq_b.weight]                       wide: between the first preparation op and the last split op
-    dsv4::indexer_q_rope                              wide: between the first preparation op and the last split op
+    linear[indexer.wq_b.weight]                       wide: between preparation and split op
+    dsv4::indexer_q_rope                              wide: between preparation and split op
     dsv4::compress_kv_insert[indexer.compressor.ape]  reads step state step.token_to_req
     dsv4::sparse_indexer                              split op
     dsv4::forward_mqa[attn_sink]                      split op

@@ -137,8 +137,8 @@ piece_1  captured, 12 ops
 region_1  eager, 7 ops
     dsv4::qnorm_rope_kv_insert                                           reads step state step.swa_slot_mapping
     dsv4::compress_kv_insert[layers.1.attention.compressor.ape]          reads step state step.token_to_req
-    linear[layers.1.attention.indexer.wq_b.weight]                       wide: between the first preparation op and the last split op
-    dsv4::indexer_q_rope                                                 wide: between the first preparation op and the last split op
+    linear[layers.1.attention.indexer.wq_b.weight]                       wide: between preparation and split op
+    dsv4::indexer_q_rope                                                 wide: between preparation and split op
     dsv4::compress_kv_insert[layers.1.attention.indexer.compressor.ape]  reads step state step.token_to_req
     dsv4::sparse_indexer                                                 split op
     dsv4::forward_mqa[layers.1.attention.attn_sink]                      split op

@@ -1,0 +1,5 @@
+"""`python -m dsv4_compile`."""
+
+from .inspect.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,91 @@
+"""The command line: `python -m dsv4_compile explain MODULE:FUNCTION`.
+
+FUNCTION takes no arguments and returns `(model, args)` or `(model, args, kwargs)`: a module or function, and the
+arguments of the call to explain. Exit code 0 for a plan, 1 for a model that the backend refuses, 2 for a command that
+makes no sense; errors are one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from ..config import Region, Runner
+from ..errors import Dsv4Error, ExplainError
+from .explaining import explain
+
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        model, args, kwargs = load_call(options.target)
+    except ExplainError as error:
+        return _complain(error, 2)
+    try:
+        plan = explain(model, *args, options=_backend_options(options), **kwargs)
+    except Dsv4Error as error:
+        return _complain(error, 1)
+    print(plan.to_json() if options.json else plan)
+    return 0
+
+
+def load_call(target: str) -> Call:
+    """Import MODULE, call FUNCTION and check what it returns.
+
+    Raises:
+        ExplainError: the text, the module, the function or its result is not what it should be.
+    """
+    module_name, colon, function_name = target.partition(":")
+    if not (module_name and colon and function_name):
+        raise ExplainError(f"{target!r} is not MODULE:FUNCTION, such as my_model:example")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does for scripts in the current folder
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ExplainError(f"cannot import {module_name!r}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ExplainError(f"module {module_name!r} has no function {function_name!r}")
+    return _checked(target, function())
+
+
+def _checked(target: str, result: Any) -> Call:
+    if (
+        isinstance(result, tuple)
+        and len(result) in (2, 3)
+        and callable(result[0])
+        and isinstance(result[1], (tuple, list))
+    ):
+        kwargs = result[2] if len(result) == 3 else {}
+        if isinstance(kwargs, Mapping):
+            return result[0], result[1], kwargs
+    raise ExplainError(f"{target} must return (model, args) or (model, args, kwargs), not {type(result).__name__}")
+
+
+def _backend_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {"runner": options.runner, "region": options.region, "split_ops": tuple(options.split_op)}
+
+
+def _complain(error: Dsv4Error, code: int) -> int:
+    message = str(error).partition("\n")[0]
+    print(f"dsv4_compile: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dsv4_compile", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("explain", help="print what is captured, what is eager and why")
+    command.add_argument("target", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
+    command.add_argument("--runner", choices=get_args(Runner), default="auto")
+    command.add_argument("--region", choices=get_args(Region), default="runner")
+    command.add_argument("--split-op", action="append", default=[], metavar="NS::OP", help="may be repeated")
+    command.add_argument("--json", action="store_true", help="the plan as JSON")
+    return parser

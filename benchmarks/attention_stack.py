@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dsv4_compile.models.deepseek_v4 import (
     AttentionStack,
+    CacheGroup,
     DeepseekV4Config,
     StepState,
-    CacheGroup,
     allocate_caches,
     bind_caches,
 )

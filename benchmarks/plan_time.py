@@ -26,7 +26,7 @@ from .attention_stack import stack_and_inputs
 
 
 def timed_compile(layers: int) -> dict[str, float]:
-    """Seconds of one compilation: "tracing" without the backend, then each stage of the backend ("dynamo" is the set-up)."""
+    """Seconds of one compilation: "tracing" is Dynamo without the backend, the rest the backend's stages in order."""
     stack, inputs = stack_and_inputs(layers)
     seconds: dict[str, float] = defaultdict(float)
 

@@ -145,7 +145,7 @@ class _EffectsInterpreter(fx.Interpreter):
         """The value of the trace, as a stand-in of this run."""
         if not self._stand_ins.concrete:
             return traced
-        if isinstance(traced, torch.Tensor) or (isinstance(traced, torch.SymInt) and not _is_metadata(traced)):
+        if isinstance(traced, torch.Tensor) or _is_unbacked(traced):
             raise _NeedsSymbolsError
         return traced.node.hint if isinstance(traced, _SYMBOLIC) else traced
 
@@ -175,21 +175,20 @@ def _agree(value: torch.Tensor, traced: torch.Tensor) -> bool:
     symbols = (*traced.shape, *traced.stride(), traced.storage_offset())
     if value.dtype != traced.dtype or value.dim() != traced.dim():
         return False
-    if any(isinstance(size, torch.SymInt) and not _is_metadata(size) for size in symbols):
+    if any(_is_unbacked(size) for size in symbols):
         return False
     return [hint_of(size) for size in symbols] == [*value.shape, *value.stride(), value.storage_offset()]
 
 
 def _is_read_off_data(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:
-    """A number taken from a tensor's data, or a result whose size is."""
-    takes_tensor = any(isinstance(env[arg], torch.Tensor) for arg in n.all_input_nodes)
-    if isinstance(traced, (*_SYMBOLIC, int, float, bool)):
-        return takes_tensor and not _is_metadata(traced)
+    """A number taken from a tensor's data, or a result whose size is.
+
+    Sizes that follow from the inputs' are no longer read off tensors here, and a plain number is one that Dynamo knew.
+    """
+    if isinstance(traced, _SYMBOLIC):
+        return any(isinstance(env[arg], torch.Tensor) for arg in n.all_input_nodes)
     return bool(n.meta.get("unbacked_bindings"))
 
 
-def _is_metadata(traced: Any) -> bool:
-    """A size that follows from other sizes; a plain number is one that Dynamo knew at trace time."""
-    if isinstance(traced, torch.SymInt):
-        return not any(is_unbacked(symbol) for symbol in expr_of(traced).free_symbols)
-    return not isinstance(traced, _SYMBOLIC)
+def _is_unbacked(traced: Any) -> bool:
+    return isinstance(traced, torch.SymInt) and any(is_unbacked(symbol) for symbol in expr_of(traced).free_symbols)

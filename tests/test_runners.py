@@ -271,14 +271,13 @@ def test_a_request_that_no_pool_could_hold_is_refused(stack: AttentionStack) -> 
     assert finish(runner).keys() == {good, 2}
 
 
-@pytest.mark.parametrize("runner_type", RUNNERS)
 @pytest.mark.parametrize(
-    ("num_blocks", "lengths"),
+    ("runner_type", "num_blocks", "lengths"),
     [
-        ({"swa": 6}, (100, 120, 110, 70, 90)),
-        ({"compressed": 4}, (230, 220, 235, 240, 20)),
-        ({"c4_state": 7}, (2, 3, 1, 2, 3)),
-        ({"c128_state": 40}, (100, 120, 110, 70, 90)),
+        (ModelRunnerV1, {"swa": 6}, (100, 120, 110, 70, 90)),
+        (ModelRunnerV2, {"compressed": 4}, (230, 220, 235, 240, 20)),
+        (ModelRunnerV1, {"c4_state": 7}, (2, 3, 1, 2, 3)),
+        (ModelRunnerV2, {"c128_state": 40}, (100, 120, 110, 70, 90)),
     ],
 )
 def test_without_blocks_the_youngest_waits_and_recomputes(

@@ -1,8 +1,9 @@
 """Which requests run in the next step, and with how many tokens.
 
-A step has a budget of tokens. Requests that decode come first (one token each), then running prefills go on, then
-waiting requests join in the order of their arrival; a prompt that is longer than what is left of the budget is
-prefilled in chunks. Running requests are always the earliest of those that are not finished.
+A step has a budget of tokens. Running requests go on first, then waiting ones join in the order of their arrival; a
+prompt that is longer than what is left of the budget is prefilled in chunks, and nobody joins behind it until it is
+through. So the running requests are the earliest of all, in order, and only the last of them can be in its prompt:
+decodes come before prefills by themselves.
 
 When the blocks run out, the youngest running request is *preempted*: it gives back all its blocks and waits; later
 it recomputes the tokens it has, those it generated included, and goes on. No request fails in the middle of its
@@ -75,13 +76,13 @@ class Scheduler:
 
     def schedule(self) -> tuple[Chunk, ...]:
         """The chunks of the next step, decodes first; their blocks are allocated. Empty if there is no request."""
-        plan: dict[int, Chunk] = {}
+        plan: list[Chunk] = []
         num_running = len(self._running)
-        for request in sorted(self._running, key=lambda request: (request.remaining > 1, request.id)):
+        for request in tuple(self._running):
             self._continue(request, plan)
         if len(self._running) == num_running:  # else a preempted request would come back at once
             self._admit(plan)
-        return tuple(sorted(plan.values(), key=lambda chunk: chunk.num_tokens > 1))
+        return tuple(sorted(plan, key=lambda chunk: chunk.num_tokens > 1))
 
     def commit(self, chunk: Chunk) -> None:
         """Record that a chunk is computed; blocks that fell out of every window go back."""
@@ -90,14 +91,14 @@ class Scheduler:
         request.num_computed = chunk.end
         self.blocks.release_before(request.row, chunk.end)
 
-    def _continue(self, request: Request, plan: dict[int, Chunk]) -> None:
+    def _continue(self, request: Request, plan: list[Chunk]) -> None:
         while request.row is not None and (wanted := self._wanted(request, plan)):
             if fit := self.blocks.tokens_that_fit(request.row, request.num_computed, wanted):
                 self._grant(request, fit, plan)
                 return
-            self._preempt(self._running[-1], plan)
+            self._preempt(self._running[-1])  # itself, or one that this step has not reached yet
 
-    def _admit(self, plan: dict[int, Chunk]) -> None:
+    def _admit(self, plan: list[Chunk]) -> None:
         while self._waiting and len(self._running) < self.max_num_reqs:
             request = self._waiting[0]
             wanted = self._wanted(request, plan)
@@ -111,17 +112,16 @@ class Scheduler:
             request.row = row
             self._grant(request, fit, plan)
 
-    def _wanted(self, request: Request, plan: dict[int, Chunk]) -> int:
-        return min(request.remaining, self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in plan.values()))
+    def _wanted(self, request: Request, plan: list[Chunk]) -> int:
+        return min(request.remaining, self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in plan))
 
-    def _grant(self, request: Request, num_tokens: int, plan: dict[int, Chunk]) -> None:
+    def _grant(self, request: Request, num_tokens: int, plan: list[Chunk]) -> None:
         assert request.row is not None
         end = request.num_computed + num_tokens
         self.blocks.extend(request.row, end)
-        plan[request.id] = Chunk(request, request.num_computed, end)
+        plan.append(Chunk(request, request.num_computed, end))
 
-    def _preempt(self, request: Request, plan: dict[int, Chunk]) -> None:
-        plan.pop(request.id, None)
+    def _preempt(self, request: Request) -> None:
         self._release(request)
         request.num_computed = 0
         self.add(request)

@@ -148,6 +148,13 @@ def test_decodes_come_first_and_the_budget_holds(stack: AttentionStack) -> None:
     ]
 
 
+def test_a_request_joins_only_with_blocks_for_its_whole_chunk(stack: AttentionStack) -> None:
+    runner = make_runner(stack, num_blocks={"c4_state": 10})
+    first, second = runner.add_request([1] * 20, 2), runner.add_request([2] * 40, 2)
+    # 5 blocks of 4 tokens are left, and a chunk of 48 - 20 tokens needs 7; later 47 tokens need 10, and 3 are held
+    assert [runner.step().scheduled for _ in range(3)] == [((first, 0, 20),), ((first, 20, 21),), ((second, 0, 40),)]
+
+
 def test_a_prompt_that_is_not_complete_yields_no_token(stack: AttentionStack) -> None:
     runner = make_runner(stack, max_num_batched_tokens=10)
     request = runner.add_request([1] * 25, 2)
@@ -289,9 +296,13 @@ def test_without_blocks_the_youngest_waits_and_recomputes(
     ids = [runner.add_request(prompt, 60) for prompt in prompts]
     answers: dict[int, list[int]] = {}
     restarts: list[int] = []
+    running: set[int] = set()
     while runner.num_active:
         result = runner.step()
-        restarts += [request for request, start, _ in result.scheduled if start == 0]
+        started = [request for request, start, _ in result.scheduled if start == 0]
+        assert not running.intersection(started)  # a preempted request sits out at least one step
+        running = {request for request, _, _ in result.scheduled} - result.finished.keys()
+        restarts += started
         answers.update(result.finished)
     assert [answers[request] for request in ids] == expected
     assert len(restarts) > len(ids)  # somebody was preempted

@@ -64,8 +64,8 @@ def compress_kv_insert(
     _save_states(kv_score, ape, positions, state_slot_mapping, ratio, state_cache)
     tokens = _closing_tokens(slot_mapping, positions.shape[0] // ratio + state_block_table.shape[0])
     rows = tokens.clamp(min=0)
-    requests = torch.where(tokens >= 0, token_to_req[rows], -1)
-    kv, score = _gather_window(state_cache, state_block_table, requests, positions[rows], ratio)
+    # rows past the last closing token pool the window of token 0 and are written nowhere
+    kv, score = _gather_window(state_cache, state_block_table, token_to_req[rows], positions[rows], ratio)
     pooled = (torch.softmax(score, dim=1) * kv).sum(dim=1)
     normed = rms_normalise(pooled, eps) * norm_weight.float()
     entries = rotate(normed, cos_sin[positions[rows] // ratio * ratio])

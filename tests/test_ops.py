@@ -1,5 +1,7 @@
 """What holds for every op: its schema tells the truth, fakes agree, padding touches nothing, no row is no error."""
 
+import importlib
+
 import op_samples
 import pytest
 import torch
@@ -74,3 +76,14 @@ def test_nothing_but_declared_arguments_is_written(name, variant):
     run(name, arguments)
     changed = {key for key, value in before.items() if not torch.equal(arguments[key], value)}
     assert changed == set(written(name, arguments))
+
+
+CAPTURED = [(name, variant) for name, variant in op_samples.ALL if snapshot()[f"dsv4::{name}"].role != "split"]
+
+
+@pytest.mark.parametrize(("name", "variant"), CAPTURED)
+def test_what_may_be_captured_reads_no_value_on_the_host(name, variant):
+    # on the meta device there are no values: an .item(), a nonzero or a branch on data raises
+    implementation = getattr(importlib.import_module(f"dsv4_compile.ops.{name}"), name)
+    arguments = op_samples.sample(name, variant).items()
+    implementation(**{key: value.to("meta") if isinstance(value, Tensor) else value for key, value in arguments})

@@ -150,3 +150,16 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Device type, whether autocast is on for it, and its dtype, for the devices this package runs on."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def restore_autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
+    """Set what `autocast_state` returned; the weight cache is dropped, as leaving the outermost scope does."""
+    for kind, enabled, dtype in state:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.clear_autocast_cache()

@@ -140,18 +140,18 @@ class Effects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A maximal run of nodes with one fate: a piece (captured) or a region (eager).
+    """A maximal run of nodes with one fate: a piece (captured) or a region (eager); or the epilogue.
 
     Attributes:
-        kind: "piece" or "region".
+        kind: "piece", "region", or "epilogue" for the views that only the caller sees.
         name: "piece_0", "region_0", ... in program order.
         nodes: its nodes in the traced graph, free ones left out.
-        gm: its own graph, which always returns a tuple.
+        gm: its own graph, which always returns a tuple (the epilogue: what Dynamo's graph returns).
         inputs: nodes of the traced graph it takes, sizes first.
         outputs: nodes of the traced graph it returns.
     """
 
-    kind: Literal["piece", "region"]
+    kind: Literal["piece", "region", "epilogue"]
     name: str
     nodes: tuple[fx.Node, ...]
     gm: fx.GraphModule
@@ -173,7 +173,8 @@ class Draft:
         storages: provenance by storage number, once inferred.
         eager: why a node is eager, for the eager ones, once chosen.
         units: pieces and regions in program order, once partitioned.
-        stitched: the module that calls the units and views the outputs, once partitioned.
+        allocations: allocations that several units touch, made outside of all of them.
+        epilogue: the unit that makes the caller's outputs of what the others gave.
         copies: for a piece that is the same as an earlier one up to its weights, the name of that one.
         notes: remarks for the reader of the plan.
     """
@@ -187,7 +188,8 @@ class Draft:
     storages: Mapping[int, Provenance] = field(default_factory=dict)
     eager: Mapping[fx.Node, str] = field(default_factory=dict)
     units: tuple[Unit, ...] = ()
-    stitched: fx.GraphModule | None = None
+    allocations: tuple[fx.Node, ...] = ()
+    epilogue: Unit | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

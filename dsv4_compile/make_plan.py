@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def make_plan(draft: Draft, config: Config) -> Plan:
         tokens=token_count(draft),
         sizes=tuple((str(symbol), by_node[node].name) for symbol, node in draft.symbols.items()),
         scalars=tuple(_scalars(draft, by_node)),
-        units=tuple(_unit(draft, unit, by_node) for unit in draft.units),
+        units=tuple(_units(draft, by_node)),
         inputs=tuple(_value(draft, i.node, by_node) for i in draft.inputs if i.provenance is not Provenance.SIZE),
         notes=draft.notes + tuple(_uncalled(draft, config)),
     )
@@ -70,13 +70,23 @@ def _scalars(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[st
             yield graph_input.name
 
 
-def _unit(draft: Draft, unit: Unit, by_node: Mapping[fx.Node, GraphInput]) -> PlanUnit:
+def _units(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[PlanUnit]:
+    """An allocation made outside shows as given by the first unit that touches it, which is the one that fills it."""
+    waiting = list(draft.allocations)
+    for unit in draft.units:
+        filled = [node for node in waiting if node in unit.inputs]
+        waiting = [node for node in waiting if node not in filled]
+        yield _unit(draft, unit, filled, by_node)
+
+
+def _unit(draft: Draft, unit: Unit, filled: Sequence[fx.Node], by_node: Mapping[fx.Node, GraphInput]) -> PlanUnit:
+    assert unit.kind != "epilogue", "it runs no op"
     return PlanUnit(
         kind=unit.kind,
         name=unit.name,
         ops=tuple(_op(draft, node, by_node) for node in unit.nodes),
-        takes=tuple(_value(draft, node, by_node) for node in unit.inputs),
-        gives=tuple(_value(draft, node, by_node) for node in unit.outputs),
+        takes=tuple(_value(draft, node, by_node) for node in unit.inputs if node not in filled),
+        gives=tuple(_value(draft, node, by_node) for node in sorted((*filled, *unit.outputs))),
         copy_of=draft.copies.get(unit.name),
     )
 

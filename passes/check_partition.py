@@ -47,7 +47,9 @@ def _computed(unit: Unit) -> list[str]:
 def _misordered(draft: Draft) -> Iterator[str]:
     """A unit takes only inputs of the graph and what an earlier unit gave."""
     given = {node for node in draft.gm.graph.nodes if node.op == "placeholder" or draft.effects[node].bucket_scalar}
-    for unit in draft.units:
+    given |= set(draft.allocations)
+    assert draft.epilogue is not None, "the graph is partitioned by now"
+    for unit in (*draft.units, draft.epilogue):
         for node in unit.inputs:
             if node not in given:
                 yield f"{unit.name} takes {node.name} before any unit gives it"
@@ -61,5 +63,5 @@ def _bad_crossings(draft: Draft) -> Iterator[str]:
             effects = draft.effects[node]
             if isinstance(effects.result, tuple):
                 yield f"{unit.name} gives {node.name}, a container"
-            elif effects.is_free and not effects.only_allocates and draft.producer(node) is node:
+            elif effects.is_free and draft.producer(node) is node:
                 yield f"{unit.name} gives {node.name}, a view"

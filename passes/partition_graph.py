@@ -3,28 +3,28 @@
     mm, (view), attn!, (view), mqa!, mm     ->    piece_0: mm | region_0: attn, mqa | piece_1: mm
 
 Free nodes join no run: each unit that needs a view computes it from the base (a view made before a mutation shows it
-just the same), so only tensors that own their memory, and numbers, cross. An allocation belongs to the first unit that
-touches it and crosses as a base. Since every run holds a working node, there is no empty piece and none of views or
-allocations alone.
+just the same), so only tensors that own their memory, and numbers, cross. An allocation that several units touch is
+made outside of all of them, since it stands for a slot of the workspace. Every run holds a working node, so there is no
+empty piece and none of views or allocations alone. The epilogue is what is left: views that only the caller sees.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, expr_of
+from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, expr_of
 from ..draft import Draft, TensorMeta, Unit
 from .scope_modes import autocast_of
 
-Kind = Literal["piece", "region"]
+Kind = Literal["piece", "region", "epilogue"]
+Run = tuple[Kind, tuple[fx.Node, ...]]
 
 
 @dataclass
@@ -36,32 +36,52 @@ class _Closure:
 
 
 def partition_graph(draft: Draft) -> Draft:
-    """Fill in `units` and `stitched`."""
-    runs = list(_runs(draft))
+    """Fill in `units`, `allocations` and `epilogue`."""
+    runs: list[Run] = [*_runs(draft), ("epilogue", ())]
     home = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
-    closures = [_close(draft, index, nodes, home) for index, (_, nodes) in enumerate(runs)]
-    outputs = draft.gm.graph.output_node()
-    outside = _close(draft, len(runs), outputs.all_input_nodes, home)
-    taken = {node for closure in (*closures, outside) for node in closure.inputs}
+    shared = _shared_allocations(draft, runs, home)
+    closures = _closures(draft, runs, home, shared)
+    taken = {node for closure in closures for node in closure.inputs}
     units = []
     for index, (name, (kind, nodes)) in enumerate(zip(_names(runs), runs, strict=True)):
-        given = [node for node in closures[index].local if node in taken and home.get(draft.producer(node)) == index]
+        given = [n for n in closures[index].local if n in taken and home.get(draft.producer(n)) == index]
         units.append(_build_unit(draft, kind, name, nodes, closures[index], given))
-    return replace(draft, units=tuple(units), stitched=_stitch(draft, units, outside))
+    in_order = tuple(node for node in draft.gm.graph.nodes if node in shared)
+    return replace(draft, units=tuple(units[:-1]), epilogue=units[-1], allocations=in_order)
 
 
-def _runs(draft: Draft) -> Iterator[tuple[Kind, tuple[fx.Node, ...]]]:
+def _runs(draft: Draft) -> Iterator[Run]:
     for is_eager, nodes in itertools.groupby(draft.working_nodes(), key=lambda node: node in draft.eager):
         yield ("region" if is_eager else "piece"), tuple(nodes)
 
 
-def _names(runs: Sequence[tuple[Kind, tuple[fx.Node, ...]]]) -> list[str]:
-    counts = {"piece": itertools.count(), "region": itertools.count()}
-    return [f"{kind}_{next(counts[kind])}" for kind, _ in runs]
+def _names(runs: Sequence[Run]) -> list[str]:
+    counts: Counter[str] = Counter()
+    names = []
+    for kind, _ in runs:
+        names.append("epilogue" if kind == "epilogue" else f"{kind}_{counts[kind]}")
+        counts[kind] += 1
+    return names
 
 
-def _close(draft: Draft, index: int, roots: Sequence[fx.Node], home: dict[fx.Node, int]) -> _Closure:
-    """Collect what unit `index` computes and takes; an allocation nobody has touched yet gets its home here."""
+def _closures(
+    draft: Draft, runs: Sequence[Run], home: Mapping[fx.Node, int], shared: frozenset[fx.Node]
+) -> list[_Closure]:
+    outputs = draft.gm.graph.output_node().all_input_nodes
+    return [_close(draft, index, nodes or outputs, home, shared) for index, (_, nodes) in enumerate(runs)]
+
+
+def _shared_allocations(draft: Draft, runs: Sequence[Run], home: Mapping[fx.Node, int]) -> frozenset[fx.Node]:
+    """Allocations that more than one unit touches; one of whose shape another allocation is made does not count."""
+    every = frozenset(node for node, effects in draft.effects.items() if effects.only_allocates)
+    touched = Counter(node for closure in _closures(draft, runs, home, every) for node in closure.inputs)
+    return frozenset(node for node in every if touched[node] > 1)
+
+
+def _close(
+    draft: Draft, index: int, roots: Sequence[fx.Node], home: Mapping[fx.Node, int], shared: frozenset[fx.Node]
+) -> _Closure:
+    """Collect what unit `index` computes and what it takes, each once, in order of first use."""
     closure = _Closure()
     seen: set[fx.Node] = set()
 
@@ -69,14 +89,12 @@ def _close(draft: Draft, index: int, roots: Sequence[fx.Node], home: dict[fx.Nod
         if node in seen:
             return
         seen.add(node)
-        given = node.op == "placeholder" or draft.effects[node].bucket_scalar
+        given = node.op == "placeholder" or node in shared or draft.effects[node].bucket_scalar
         if given or home.get(draft.producer(node), index) != index:
             closure.inputs.append(node)
             return
         for arg in node.all_input_nodes:
             visit(arg)
-        if draft.effects[node].only_allocates:
-            home.setdefault(node, index)
         closure.local.append(node)
 
     for root in roots:
@@ -94,8 +112,11 @@ def _build_unit(
     env = {node: graph.placeholder(node.name) for node in inputs}
     for node in inputs:
         env[node].meta.update(node.meta)
-    emit_nodes(graph, closure.local, env)
-    graph.output(tuple(env[node] for node in outputs))
+    _emit(graph, closure.local, env)
+    if kind == "epilogue":
+        graph.output(fx.map_arg(draft.gm.graph.output_node().args[0], lambda arg: env[arg]))
+    else:
+        graph.output(tuple(env[node] for node in outputs))
     gm = fx.GraphModule(draft.gm, graph, class_name=name)
     return Unit(kind=kind, name=name, nodes=nodes, gm=gm, inputs=tuple(inputs), outputs=tuple(outputs))
 
@@ -113,7 +134,7 @@ def _with_sizes(draft: Draft, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     return sizes + [node for node in inputs if node not in wanted]
 
 
-def emit_nodes(graph: fx.Graph, nodes: Sequence[fx.Node], env: dict[fx.Node, fx.Node]) -> None:
+def _emit(graph: fx.Graph, nodes: Sequence[fx.Node], env: dict[fx.Node, fx.Node]) -> None:
     """Copy nodes into a graph, with autocast entered and left around those that ran under it."""
     scopes: tuple[tuple[object, ...], ...] = ()
     entered: list[fx.Node] = []
@@ -130,32 +151,3 @@ def emit_nodes(graph: fx.Graph, nodes: Sequence[fx.Node], env: dict[fx.Node, fx.
 def _leave(graph: fx.Graph, entered: list[fx.Node]) -> None:
     while entered:
         graph.call_function(EXIT_AUTOCAST, (entered.pop(),))
-
-
-def _stitch(draft: Draft, units: Sequence[Unit], outside: _Closure) -> fx.GraphModule:
-    """The module that calls the units one after another and makes the outputs, by views, of what they return."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for graph_input in draft.inputs:
-        env[graph_input.node] = graph.node_copy(graph_input.node)
-    emit_nodes(graph, [node for node in draft.gm.graph.nodes if draft.effects[node].bucket_scalar], env)
-    for unit in units:
-        call = graph.call_module(unit.name, tuple(env[node] for node in unit.inputs))
-        for position, node in enumerate(unit.outputs):
-            env[node] = graph.call_function(operator.getitem, (call, position))
-    emit_nodes(graph, outside.local, env)
-    if draft.leaves_grad is not None:
-        graph.call_function(SET_GRAD_ENABLED, (draft.leaves_grad,))
-    original = draft.gm.graph.output_node()
-    graph.output(fx.map_arg(original.args[0], lambda arg: env[arg]))
-    return fx.GraphModule(_holder(draft, units, outside), graph, class_name="stitched")
-
-
-def _holder(draft: Draft, units: Sequence[Unit], outside: _Closure) -> torch.nn.Module:
-    holder = torch.nn.Module()
-    for unit in units:
-        holder.add_module(unit.name, unit.gm)
-    for node in outside.local:
-        if node.op == "get_attr":
-            setattr(holder, str(node.target), getattr(draft.gm, str(node.target)))
-    return holder

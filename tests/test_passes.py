@@ -337,12 +337,11 @@ def test_partition_keeps_views_and_allocations_with_their_users() -> None:
         """\
 piece_0(s77, s27, l_x_) -> (h)
     h = add(l_x_, 1)
-region_0(s77, s27, h) -> (second)
+region_0(s77, s27, h, second) -> ()
     out = empty_like(h)
     attn = toy::attn(h, out)
     flat = view(out, -1)
     view_2 = view(flat, (s77, s27))
-    second = empty_like(out)
     attn_1 = toy::attn(view_2, second)
 piece_1(s77, s27, h, second) -> ()
     view = getitem(h, (slice(None, None, None), slice(None, 2, None)))

@@ -1,25 +1,69 @@
-"""The callable of `engine="off"`: pieces and regions one after another, nothing captured."""
+"""Runs pieces and regions one after another, nothing captured, every value in memory of its own.
+
+This is `engine="off"`, and every call of the other engines that no captured program serves.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import fx
+
 from ..counting import counters
-from ..draft import Draft
+from ..draft import Draft, TensorMeta, Unit
+from .modes import restored_modes
+from .sizes import sizes_of_call
 
 
 class UncapturedCallable:
-    """Runs the units of one partitioned graph; holds no state of a call, so any thread may call it at any time."""
+    """Takes and returns what Dynamo's graph does; holds no state of a call, so any thread may call it at any time."""
 
     def __init__(self, draft: Draft) -> None:
-        assert draft.stitched is not None, "the graph is partitioned by now"
-        self._stitched = draft.stitched
+        assert draft.epilogue is not None, "the graph is partitioned by now"
+        self._draft = draft
+        self._epilogue = draft.epilogue
+        self._placeholders = [graph_input.node for graph_input in draft.inputs]
+        self._scalars = [node for node, effects in draft.effects.items() if effects.bucket_scalar]
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
-        for copy, original in draft.copies.items():
-            # weights are inputs of a piece, so one module serves all that are the same
-            self._stitched.add_module(copy, self._stitched.get_submodule(original))
+        self._steps = [
+            (unit, self._function_of(unit), self._last_used(index)) for index, unit in enumerate(draft.units)
+        ]
+
+    def _function_of(self, unit: Unit) -> Callable[..., Any]:
+        """What runs a unit; weights are inputs of a piece, so one function serves all that are the same."""
+        original = self._draft.copies.get(unit.name, unit.name)
+        return next(known.gm.forward for known in self._draft.units if known.name == original)
+
+    def _last_used(self, index: int) -> list[fx.Node]:
+        """What nobody needs after a unit."""
+        later = {node for unit in (*self._draft.units[index + 1 :], self._epilogue) for node in unit.inputs}
+        unit = self._draft.units[index]
+        return [node for node in (*unit.inputs, *unit.outputs) if node not in later]
 
     def __call__(self, *args: Any) -> Any:
-        """Take and return what Dynamo's graph does."""
+        """Run every unit."""
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
-        return self._stitched(*args)
+        with restored_modes():
+            values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
+            self._prepare(values)
+            for unit, function, last_used in self._steps:
+                results = function(*[values[node] for node in unit.inputs])
+                values.update(zip(unit.outputs, results, strict=True))
+                for node in last_used:
+                    del values[node]
+            result = self._epilogue.gm(*[values[node] for node in self._epilogue.inputs])
+        if self._draft.leaves_grad is not None:
+            torch.set_grad_enabled(self._draft.leaves_grad)
+        return result
+
+    def _prepare(self, values: dict[fx.Node, Any]) -> None:
+        """Read the host scalars and make the allocations that several units touch."""
+        for node in self._scalars:
+            values[node] = values[node.all_input_nodes[0]].item()
+        sizes = sizes_of_call(self._draft, values)
+        for node in self._draft.allocations:
+            meta = self._draft.effects[node].result
+            assert isinstance(meta, TensorMeta), "an allocation makes a tensor"
+            values[node] = sizes.allocate(meta)

@@ -119,7 +119,7 @@ class Pair:
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Same structure, values bit for bit (NaN equals NaN), and the same leaves share memory."""
+    """Same structure, values bit for bit (NaN equals NaN), and the same leaves share memory among themselves."""
     seen, wanted = pytree.tree_flatten(actual), pytree.tree_flatten(expected)
     assert seen[1] == wanted[1]
     for one, other in zip(seen[0], wanted[0], strict=True):

@@ -317,6 +317,19 @@ def test_b46_checkpoint_with_a_split_op_inside_runs_eager(setup: Setup) -> None:
 
 
 @everywhere
+def test_b46_cond_with_a_split_op_inside_runs_eager(setup: Setup) -> None:
+    def f(x):
+        h = torch.cond(x.sum() > 0, lambda h: toy.fresh(h).clone(), lambda h: h - 1, (x.sin(),))
+        return h.cos()
+
+    pair = Pair(f, setup)
+    for n in (8, 16) * 3:
+        pair(rows(n).abs())
+        pair(-rows(n).abs())
+    assert reasons(setup.explain(f, rows(8)))["cond"] == "runs the split op toy::fresh.default inside"
+
+
+@everywhere
 def test_b48_single_output_keeps_its_rows(setup: Setup) -> None:
     def f(x):
         return toy.fresh(x + 1) * 2

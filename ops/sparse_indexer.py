@@ -42,7 +42,7 @@ def sparse_indexer(
         positions: [T] int64; a token sees the blocks b < (position + 1) // ratio.
         k_cache: [num_blocks, block_size, width].
         token_to_req: [T] int32, -1 for padding.
-        block_table: [B, n] int32, blocks of `k_cache`.
+        block_table: [B, n] int32, blocks of `k_cache`; entries of a block of -1 are never selected.
         ratio: tokens of a compressed block.
         topk_indices: [max_tokens, K] int32; rows [0, T) are written: block ids within the request in no
             particular order, then -1. Padded tokens have -1 only.
@@ -57,16 +57,19 @@ def sparse_indexer(
     if index_q.shape[0] == 0:
         return
     if int(completed.max()) <= selected.shape[1]:
-        _select_all(completed, selected)
+        _select_all(completed, token_to_req, block_table, k_cache.shape[1], selected)
         return
     selected.fill_(-1)
     for request in token_to_req.unique().tolist():
         if request >= 0:
             tokens = (token_to_req == request).nonzero().squeeze(1)
-            keys = _keys_of(request, int(completed[tokens].max()), k_cache, block_table)
+            ids = torch.arange(int(completed[tokens].max()), device=k_cache.device)
+            slots = locate(block_table, torch.full_like(ids, request), ids, k_cache.shape[1])
+            keys = read_rows(k_cache, slots).float()
             for some in _split_tokens(tokens, index_q.shape[1] * max(keys.shape[0], 1)):
                 scores = _score(index_q[some], index_weights[some], keys)
-                selected[some] = _select_best(scores, completed[some], selected.shape[1])
+                visible = (ids < completed[some].unsqueeze(1)) & (slots >= 0)
+                selected[some] = _select_best(scores, visible, selected.shape[1])
 
 
 def _check(index_q: Tensor, index_q_scale: Tensor | None, topk_indices: Tensor) -> None:
@@ -83,16 +86,13 @@ def _check(index_q: Tensor, index_q_scale: Tensor | None, topk_indices: Tensor) 
         )
 
 
-def _select_all(completed: Tensor, selected: Tensor) -> None:
+def _select_all(
+    completed: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, selected: Tensor
+) -> None:
     ids = torch.arange(selected.shape[1], device=selected.device)
-    selected.copy_(torch.where(ids < completed.unsqueeze(1), ids, -1))
-
-
-def _keys_of(request: int, count: int, k_cache: Tensor, block_table: Tensor) -> Tensor:
-    """The request's first `count` indexer keys: fp32 [count, width]."""
-    ids = torch.arange(count, device=k_cache.device)
-    slots = locate(block_table, torch.full_like(ids, request), ids, k_cache.shape[1])
-    return read_rows(k_cache, slots).float()
+    ids = torch.where(ids < completed.unsqueeze(1), ids, -1)
+    slots = locate(block_table, token_to_req.unsqueeze(1), ids, block_size)
+    selected.copy_(torch.where(slots >= 0, ids, -1))
 
 
 def _split_tokens(tokens: Tensor, elements_per_token: int) -> Iterator[Tensor]:
@@ -104,12 +104,11 @@ def _score(index_q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return (weights.float().unsqueeze(1) @ products).squeeze(1)
 
 
-def _select_best(scores: Tensor, completed: Tensor, count: int) -> Tensor:
-    """Block ids of the best scores among the completed blocks, -1 padded: int32 [tokens, count]."""
-    ids = torch.arange(scores.shape[1], device=scores.device)
-    scores = scores.masked_fill(ids >= completed.unsqueeze(1), float("-inf"))
+def _select_best(scores: Tensor, visible: Tensor, count: int) -> Tensor:
+    """Block ids of the best scores among the visible ones, -1 padded: int32 [tokens, count]."""
+    scores = scores.masked_fill(~visible, float("-inf"))
     best = scores.topk(min(count, scores.shape[1]), dim=1).indices
-    best = torch.where(best < completed.unsqueeze(1), best, -1).to(torch.int32)
+    best = torch.where(visible.gather(1, best), best, -1).to(torch.int32)
     return torch.nn.functional.pad(best, (0, count - best.shape[1]), value=-1)
 
 

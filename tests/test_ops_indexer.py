@@ -71,6 +71,20 @@ def test_the_shortcut_ends_exactly_where_blocks_exceed_k():
         assert (max(map(len, selected_sets(a))) < 64) == scored
 
 
+@pytest.mark.parametrize("variant", ["scored", "everything"])
+def test_blocks_that_are_not_allocated_are_not_selected(variant):
+    a = op_samples.sample("sparse_indexer", variant)
+    # request 1 loses its only full block; what is left are the three entries of the next one
+    a["positions"][:6] += 16
+    a["block_table"][1, 0] = -1
+    run(a)
+    rows = a["k_cache"].shape[1]
+    for t in range(6):
+        left = {b for b in range((int(a["positions"][t]) + 1) // 4) if b >= rows}
+        assert left
+        assert {b for b in a["topk_indices"][t].tolist() if b >= 0} == left
+
+
 def test_rows_beyond_the_step_keep_their_contents():
     a = run(op_samples.sample("sparse_indexer", "scored"))
     assert (a["topk_indices"][TOKENS:] == 77).all()

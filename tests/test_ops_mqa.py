@@ -103,6 +103,16 @@ def test_attending_in_parts_changes_nothing(variant, monkeypatch):
     torch.testing.assert_close(run(a), whole, rtol=0, atol=1e-6)
 
 
+def test_blocks_that_are_not_allocated_are_skipped():
+    a = op_samples.sample("forward_mqa", "c128")
+    # token 3 of request 1 is at position 256: the first of a window block, the rest of its window is in another one
+    assert a["positions"][3] == 256
+    a["swa_block_table"][1, 3] = -1
+    a["block_table"][1, 0] = -1
+    key = a["swa_cache"][int(a["swa_block_table"][1, 4]), :1].double()
+    check(run(a)[3], reference.sink_attention(a["q"][3].double(), key, a["attn_sink"].double(), a["scale"]))
+
+
 def test_indices_may_skip_in_any_place():
     a = op_samples.sample("forward_mqa", "c4")
     rows = a["topk_indices"][: op_samples.NUM_TOKENS]

@@ -12,20 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paging import tiny_config
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_compile.errors import InvalidRequestError, OutOfBlocksError, RunnerError
 from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Attention, StepState
 from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2, StepResult
-from dsv4_compile.runners.batch import TOKEN_PADDING, block_groups
+from dsv4_compile.runners.batch import TOKEN_PADDING, BatchBuilder, block_groups
 from dsv4_compile.runners.block_allocator import BlockAllocator
 from dsv4_compile.runners.limits import RunnerLimits
 from dsv4_compile.runners.progress import progress_bar
 from dsv4_compile.runners.requests import Request
-from dsv4_compile.runners.scheduler import Scheduler
+from dsv4_compile.runners.scheduler import Chunk, Scheduler
 
 RUNNERS = (ModelRunnerV1, ModelRunnerV2)
 VOCAB = tiny_config().vocab_size
@@ -128,6 +127,38 @@ def test_any_schedule_equals_one_full_prefill(
         torch.testing.assert_close(torch.cat(logits[request]), one_prefill(recorder.model, tokens), rtol=0, atol=1e-5)
 
 
+def test_the_fields_of_a_step_say_what_the_block_tables_say() -> None:
+    config = tiny_config(swa_block_size=8, compressed_block_size=128)
+    groups = block_groups(config)
+    blocks = BlockAllocator(groups, {group.name: 200 for group in groups}, 3, 400)
+    blocks.shuffle(random.Random(0))
+    decode = Request(0, list(range(40, 60)), 18, 5, num_computed=19, row=blocks.open_row())
+    prefill = Request(1, list(range(90)) * 3, 270, 5, num_computed=120, row=blocks.open_row())
+    chunks = (Chunk(decode, 19, 20), Chunk(prefill, 120, 140))
+    for chunk in chunks:
+        blocks.extend(chunk.request.row, chunk.end)
+    fields = {name: value.tolist() for name, value in BatchBuilder(config, blocks, 3).build(chunks).items()}
+
+    tokens = [(chunk.request, p) for chunk in chunks for p in range(chunk.start, chunk.end)]
+    assert fields["input_ids"] == [request.tokens[p] for request, p in tokens]
+    assert fields["positions"] == [p for _, p in tokens]
+    assert fields["token_to_req"] == [request.id for request, _ in tokens]
+    assert (fields["query_start_loc"], fields["seq_lens"]) == ([0, 1, 21, 21], [20, 140, 0])
+    for name, group, size in (
+        ("swa", "swa", 8),
+        ("c4_state", "c4_state", config.c4_state_block_size),
+        ("c128_state", "c128_state", config.c128_state_block_size),
+    ):
+        table = blocks.table(group)
+        slots = [int(table[request.row, p // size]) * size + p % size for request, p in tokens]
+        assert fields[f"{name}_slot_mapping"] == slots
+        assert fields[f"{name}_block_table"] == [*table[[decode.row, prefill.row]].tolist(), [-1] * table.shape[1]]
+    for ratio, closing in ((4, {19, 123, 127, 131, 135, 139}), (128, {127})):
+        table, size = blocks.table("compressed"), 128 // ratio
+        slots = [int(table[r.row, p // 128]) * size + p % 128 // ratio if p in closing else -1 for r, p in tokens]
+        assert fields[f"c{ratio}_slot_mapping"] == slots
+
+
 def test_padded_steps_have_the_size_of_their_bucket(stack: AttentionStack) -> None:
     recorder = Recorder(stack)
     runner = make_runner(recorder, max_num_batched_tokens=100, buckets=(40, 4, 20))
@@ -225,13 +256,18 @@ def test_a_compiled_model_is_one_graph_for_all_token_counts(
 ) -> None:
     prompts = make_prompts(40, 130, 2)
     expected = make_runner(stack).generate(prompts, 6)
-    counter = CompileCounter()
-    compiled = torch.compile(stack, backend=counter, fullgraph=True, dynamic=True)
-    runner = runner_type(
-        compiled, stack.config, max_num_reqs=3, max_num_batched_tokens=48, max_model_len=400, attention=stack
-    )
+    graphs: list[list[object]] = []
+
+    def keep(graph: fx.GraphModule, inputs: list[object]) -> fx.GraphModule:
+        graphs.append(inputs)
+        return graph
+
+    compiled = torch.compile(stack, backend=keep, fullgraph=True, dynamic=True)
+    limits = {"max_num_reqs": 3, "max_num_batched_tokens": 48, "max_model_len": 400}
+    runner = runner_type(compiled, stack.config, **limits, attention=stack)
     assert runner.generate(prompts, 6) == expected
-    assert counter.frame_count == 1
+    assert len(graphs) == 1
+    assert sum(isinstance(value, torch.SymInt) for value in graphs[0]) == 1  # the token count is all that varies
 
 
 # errors: clear, and nobody else notices

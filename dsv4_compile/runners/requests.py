@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
 
@@ -28,7 +28,7 @@ class Request:
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     num_computed: int = 0
-    row: int | None = field(default=None)
+    row: int | None = None
 
     @property
     def remaining(self) -> int:

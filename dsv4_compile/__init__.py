@@ -9,5 +9,7 @@ from .counting import Counters as Counters
 from .counting import counters as counters
 from .inspect.explaining import explain as explain
 from .ops.registry import register_op as register_op
+from .runtime.capture_state import is_capturing as is_capturing
+from .runtime.capturing import capture as capture
 
 __version__ = "0.1.0"

@@ -14,15 +14,18 @@ from typing import Any
 
 from torch import fx
 
-from .compat import concrete_stand_ins, graph_break_reason, symbolic_stand_ins
+from .compat import concrete_stand_ins, graph_break_reason, symbolic_stand_ins, upper_bound
 from .config import Config
 from .counting import counters
 from .draft import Draft, StandIns
-from .inspect.artifacts import Artifacts
-from .make_plan import make_plan
+from .inspect.artifacts import Artifacts, log
+from .make_plan import make_plan, token_count
 from .ops.registry import snapshot, with_split_ops
 from .passes import Observer, pass_order, run_passes
 from .plan import Plan
+from .reasons import graph_device
+from .runtime.captured import CapturedCallable, release_all
+from .runtime.engine import engine_for
 from .runtime.uncaptured import UncapturedCallable
 from .tracing import draft_graph
 
@@ -58,7 +61,27 @@ def dsv4_piecewise(
         pieces_reused=len(draft.copies),
         regions=len(plan.regions),
     )
-    return UncapturedCallable(draft)
+    return make_callable(draft, config)
+
+
+def make_callable(draft: Draft, config: Config) -> Callable[..., Any]:
+    """What runs the plan: captured programs, or the units one by one."""
+    if draft.uncaptured is not None:
+        log.warning("calls run uncaptured: %s", draft.uncaptured)
+    if config.engine == "off" or draft.uncaptured is not None:
+        return UncapturedCallable(draft)
+    tokens = token_count(draft)
+    bound = config.token_bound or (None if tokens is None else upper_bound(tokens))
+    return CapturedCallable(draft, config, engine_for(config.engine, graph_device(draft)), tokens, bound)
+
+
+def reset() -> None:
+    """Free every capture, pool and arena; `torch._dynamo.reset()` calls this."""
+    release_all()
+
+
+# where Dynamo looks for it
+dsv4_piecewise.reset = reset  # type: ignore[attr-defined]
 
 
 def plan_graph(

@@ -1,16 +1,18 @@
 """Every private torch name this package relies on, in one place (torch 2.11 to 2.14).
 
-Nothing here may import Dynamo or Inductor at module level: `dsv4_compile` is imported before they are needed.
+Nothing here may import Dynamo, Inductor or sympy at module level: `dsv4_compile` is imported before they are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    import sympy
 
 # Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -115,7 +117,11 @@ def concrete_stand_ins(example_inputs: Sequence[Any]) -> tuple[Any, tuple[Any, .
 
 def expr_of(size: Any) -> sympy.Expr:
     """The sympy expression of an int or a SymInt."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    import sympy
+
+    return sympy.Integer(size)
 
 
 def hint_of(size: Any) -> int:
@@ -163,3 +169,14 @@ def restore_autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.clear_autocast_cache()
+
+
+def upper_bound(expr: sympy.Expr) -> int | None:
+    """The largest value that the current trace's shape environment allows for an expression, if it is finite."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    shape_env = None if mode is None else mode.shape_env
+    if shape_env is None:
+        return None
+    upper = shape_env.bound_sympy(expr).upper
+    # an unbounded size has the largest index, or a symbol for infinity, as its bound
+    return int(upper) if upper.is_Integer and upper < torch.iinfo(torch.int32).max else None

@@ -80,6 +80,13 @@ class Config:
         return "mrv1" if torch.version.hip else "mrv2"
 
     @property
+    def token_bound(self) -> int | None:
+        """The largest token count that may be captured, if the options say so."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return max(self.capture_sizes) if self.capture_sizes else None
+
+    @property
     def resolved_region(self) -> Literal["narrow", "wide", "minimal"]:
         """The region policy in force: "runner" is wide under mrv1 and narrow under mrv2."""
         if self.region != "runner":
@@ -183,17 +190,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "dump_dir": _optional(_folder),
 }
 
-# Options that only mean something to the capture runtime, the piece compilers and the lanes.
-_UNBUILT = (
-    "engine",
-    "capture_sizes",
-    "max_captures",
-    "piece_compiler",
-    "check",
-    "static_outputs",
-    "max_tokens",
-    "pool",
-    "aux_streams",
-    "aux_stream_max_tokens",
-)
-_BUILT_VALUES = (("engine", "off"), ("piece_compiler", "eager"))
+# Options that only mean something to the piece compilers and the lanes.
+_UNBUILT = ("piece_compiler", "aux_streams", "aux_stream_max_tokens")
+_BUILT_VALUES = (("piece_compiler", "eager"), ("aux_streams", 0))

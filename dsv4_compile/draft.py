@@ -44,6 +44,7 @@ class GraphInput:
         value: its fake tensor, or a SymInt.
         provenance: of its storage; a size has none and says so.
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
+        owned: a parameter or buffer of a module, which lives as long as the module does.
     """
 
     node: fx.Node
@@ -51,6 +52,18 @@ class GraphInput:
     value: Value
     provenance: Provenance
     static: bool
+    owned: bool
+
+
+class InputRole(enum.Enum):
+    """How a captured call gets at an input of the graph."""
+
+    NUMBER = "number"  # part of the bucket, baked
+    STATIC = "static"  # at its own address, which is part of the key
+    BOUND = "bound"  # not static, but written: at its own address as long as it stays put
+    STAGED = "staged"  # copied into a slot at the start of each call
+    WRITTEN_BACK = "written back"  # written and moving: copied in, and copied back at the end
+    DIRECT = "direct"  # only regions and the caller see it: whatever tensor the call brings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +159,7 @@ class Unit:
         kind: "piece", "region", or "epilogue" for the views that only the caller sees.
         name: "piece_0", "region_0", ... in program order.
         nodes: its nodes in the traced graph, free ones left out.
+        body: those and the free nodes they need, in order.
         gm: its own graph, which always returns a tuple (the epilogue: what Dynamo's graph returns).
         inputs: nodes of the traced graph it takes, sizes first.
         outputs: nodes of the traced graph it returns.
@@ -154,9 +168,27 @@ class Unit:
     kind: Literal["piece", "region", "epilogue"]
     name: str
     nodes: tuple[fx.Node, ...]
+    body: tuple[fx.Node, ...]
     gm: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A value that lives in the workspace of a captured call.
+
+    Attributes:
+        node: the value.
+        meta: its layout; sizes may be expressions.
+        first: index of the unit that makes it; -1 for a staged input, which is there from the start.
+        last: index of the last unit that takes it; the number of units if the caller's outputs do.
+    """
+
+    node: fx.Node
+    meta: TensorMeta
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +208,9 @@ class Draft:
         allocations: allocations that several units touch, made outside of all of them.
         epilogue: the unit that makes the caller's outputs of what the others gave.
         copies: for a piece that is the same as an earlier one up to its weights, the name of that one.
+        roles: how a captured call gets at each input, once planned.
+        slots: the values that live in the workspace, once planned.
+        uncaptured: why no call of this graph may be captured, or None.
         notes: remarks for the reader of the plan.
     """
 
@@ -191,6 +226,9 @@ class Draft:
     allocations: tuple[fx.Node, ...] = ()
     epilogue: Unit | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[fx.Node, InputRole] = field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+    uncaptured: str | None = None
     notes: tuple[str, ...] = ()
 
     def producer(self, node: fx.Node) -> fx.Node:

@@ -68,3 +68,11 @@ class UnsupportedConfigError(Dsv4Error):
 
 class CaptureError(Dsv4Error):
     """A captured graph cannot hold what a piece does, captures are nested, or a released recording was replayed."""
+
+
+class LayoutMismatchError(Dsv4Error):
+    """A custom op's result has another shape or dtype than its fake implementation promised."""
+
+
+class ReplayMismatchError(Dsv4Error):
+    """With `check="full"`: the replay of a piece differs from running it eagerly."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -25,7 +26,7 @@ def make_plan(draft: Draft, config: Config) -> Plan:
         runner=config.resolved_runner,
         runner_reason=runner_reason(config),
         region=config.resolved_region,
-        tokens=token_count(draft),
+        tokens=None if (tokens := token_count(draft)) is None else str(tokens),
         sizes=tuple((str(symbol), by_node[node].name) for symbol, node in draft.symbols.items()),
         scalars=tuple(_scalars(draft, by_node)),
         units=tuple(_units(draft, by_node)),
@@ -34,7 +35,7 @@ def make_plan(draft: Draft, config: Config) -> Plan:
     )
 
 
-def token_count(draft: Draft) -> str | None:
+def token_count(draft: Draft) -> sympy.Expr | None:
     """Dim 0 of the first tensor argument (or the registered one) of the first split op, as an expression.
 
     Without a split op: dim 0 of the first tensor input that is not static.
@@ -44,11 +45,11 @@ def token_count(draft: Draft) -> str | None:
             return _tokens_of_call(draft, node)
     for graph_input in draft.inputs:
         if isinstance(graph_input.value, torch.Tensor) and not graph_input.static and graph_input.value.dim():
-            return str(expr_of(graph_input.value.shape[0]))
+            return expr_of(graph_input.value.shape[0])
     return None
 
 
-def _tokens_of_call(draft: Draft, node: fx.Node) -> str | None:
+def _tokens_of_call(draft: Draft, node: fx.Node) -> sympy.Expr | None:
     registered = find_op(draft.ops, op_name(node.target))
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -57,7 +58,7 @@ def _tokens_of_call(draft: Draft, node: fx.Node) -> str | None:
         for leaf in pytree.tree_leaves(arg):
             meta = draft.effects[leaf].result if isinstance(leaf, fx.Node) else None
             if isinstance(meta, TensorMeta) and meta.shape:
-                return str(expr_of(meta.shape[0]))
+                return expr_of(meta.shape[0])
     return None
 
 

@@ -44,6 +44,9 @@ def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node],
         return effects.uncapturable
     if _has_unbacked_size(effects):
         return "its size depends on data"
+    sized = [arg.name for arg in node.all_input_nodes if _has_unbacked_size(draft.effects[arg])]
+    if sized:
+        return f"takes {sized[0]}, whose size depends on data"
     baked = sorted(arg.name for arg in node.all_input_nodes if arg in read_off_data)
     if baked:
         return f"takes {baked[0]}, a number read off data"

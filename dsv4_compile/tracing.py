@@ -50,6 +50,7 @@ def draft_graph(
             value=fake,
             provenance=_provenance(example),
             static=isinstance(example, torch.Tensor) and is_static_input(example),
+            owned=re.search(r"\._(parameters|buffers)\[", source_of(node)) is not None,
         )
         for node, example, fake in zip(placeholders, example_inputs, fakes, strict=True)
     )

@@ -24,6 +24,7 @@ from .infer_effects import infer_effects
 from .move_nodes import move_nodes
 from .partition_graph import partition_graph
 from .place_getitems import place_getitems
+from .plan_workspace import plan_workspace
 from .rebase_results import rebase_results
 from .resolve_targets import resolve_targets
 from .scope_modes import scope_modes
@@ -47,6 +48,7 @@ def pass_order(config: Config, concrete: StandIns, symbolic: StandIns) -> tuple[
         partition_graph,
         check_partition,
         find_copies,
+        plan_workspace,
     )
 
 

@@ -118,7 +118,8 @@ def _build_unit(
     else:
         graph.output(tuple(env[node] for node in outputs))
     gm = fx.GraphModule(draft.gm, graph, class_name=name)
-    return Unit(kind=kind, name=name, nodes=nodes, gm=gm, inputs=tuple(inputs), outputs=tuple(outputs))
+    body = tuple(closure.local)
+    return Unit(kind=kind, name=name, nodes=nodes, body=body, gm=gm, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def _with_sizes(draft: Draft, inputs: Sequence[fx.Node]) -> list[fx.Node]:

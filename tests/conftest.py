@@ -10,6 +10,9 @@ import torch
 import dsv4_compile
 from dsv4_compile.ops import registry
 
+# Tensors here are tiny: more threads only wait for each other, and on a busy machine for long.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the long version of the property tests")

@@ -22,10 +22,17 @@ class Sizes:
 
     def of(self, size: Any) -> int:
         """The value of an int or a SymInt."""
-        expr = expr_of(size)
+        return self.of_expr(expr_of(size))
+
+    def of_expr(self, expr: sympy.Expr) -> int:
+        """The value of an expression."""
         if expr not in self._known:
             self._known[expr] = int(expr.xreplace(self._values))
         return self._known[expr]
+
+    def with_value(self, symbol: sympy.Symbol, value: int) -> Sizes:
+        """The same sizes but for one symbol."""
+        return Sizes({**{known: int(of) for known, of in self._values.items()}, symbol: value})
 
     def all_of(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """The values of several."""

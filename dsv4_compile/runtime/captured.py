@@ -1,0 +1,190 @@
+"""The callable of the capturing engines: warm-up call, capturing call, then the bucket's program.
+
+    call 1 of a bucket    runs uncaptured, which is also its warm-up
+    call 2                builds its program: each piece is captured and replayed at once
+    later calls           look the program up by sizes and addresses, and run it
+
+Threads and nesting: one call at a time uses the workspace. Another thread waits for it; a call from inside of a call
+(an eager op that calls the compiled model) runs uncaptured in memory of its own, and is counted so.
+
+A program whose parameters or buffers die goes with them. One whose static inputs have moved is captured again, in the
+place of the old one. Nothing global refers to this object but a weak set, by which `torch._dynamo.reset()` reaches it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..config import Config
+from ..counting import counters
+from ..draft import Draft, InputRole
+from ..passes.scope_modes import autocast_of
+from ..reasons import graph_device
+from .engine import Engine
+from .entries import Entries, Entry
+from .keys import Key, KeyReader, OverlapCheck
+from .limits import Limits
+from .modes import restored_modes
+from .program import BuildContext, build_program
+from .restoring import is_restoring, restored_inputs
+from .sizes import Sizes, sizes_of_call
+from .uncaptured import UncapturedCallable
+from .workspace import Arenas, place_slots
+
+_live: weakref.WeakSet[CapturedCallable] = weakref.WeakSet()
+_graph_numbers = itertools.count()
+# An input that is written and was found at a new address more often than this is staged and written back from then on.
+MOVES_TOLERATED = 2
+
+
+class CapturedCallable:
+    """Takes and returns what Dynamo's graph does.
+
+    Args:
+        draft: the planned graph.
+        config: the options.
+        engine: who records.
+        tokens: the token count as an expression, or None.
+        bound: the largest token count, if known.
+    """
+
+    def __init__(
+        self, draft: Draft, config: Config, engine: Engine, tokens: sympy.Expr | None, bound: int | None
+    ) -> None:
+        self._draft = draft
+        self._config = config
+        self._engine = engine
+        self._limits = Limits(config, tokens, bound)
+        self._uncaptured = UncapturedCallable(draft)
+        self._title = f"graph {next(_graph_numbers)}"
+        self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
+        switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
+        self._modes: Callable[[], AbstractContextManager[None]] = restored_modes if switches else nullcontext
+        self._lock = threading.RLock()
+        self._is_running = False
+        self._start_empty()
+        _live.add(self)
+
+    def _start_empty(self) -> None:
+        self._entries = Entries()
+        self._warm: set[tuple[Any, ...]] = set()
+        self._moves: dict[fx.Node, set[int]] = {}
+        self._arenas = Arenas(self._engine, graph_device(self._draft))
+        self._pool = self._engine.make_pool()
+        self._set_roles(dict(self._draft.roles))
+
+    def _set_roles(self, roles: dict[fx.Node, InputRole]) -> None:
+        self._roles = roles
+        self._keys = KeyReader(self._draft, roles, check_addresses=self._config.check != "off")
+
+    def __call__(self, *args: Any) -> Any:
+        """Serve a call: by its program, by building one, or uncaptured."""
+        with self._lock:
+            if self._is_running:
+                return self._uncaptured(*args)
+            self._is_running = True
+            try:
+                with self._modes(), restored_inputs(self._draft, args) if is_restoring() else nullcontext():
+                    result = self._serve(args)
+            finally:
+                self._is_running = False
+        if self._draft.leaves_grad is not None:
+            torch.set_grad_enabled(self._draft.leaves_grad)
+        return result
+
+    def _serve(self, args: tuple[Any, ...]) -> Any:
+        key = self._keys.read(args)
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._serve_new(key, args)
+        if entry.overlap.check(args):
+            return self._uncaptured(*args)
+        counters.add(replays=1, eager_op_calls=self._eager_ops)
+        return entry.program.run(args)
+
+    def _serve_new(self, key: Key, args: tuple[Any, ...]) -> Any:
+        bucket, _ = key
+        sizes = sizes_of_call(self._draft, {i.node: arg for i, arg in zip(self._draft.inputs, args, strict=True)})
+        if self._limits.excludes(sizes):
+            return self._uncaptured(*args)
+        if bucket not in self._warm:
+            self._warm.add(bucket)
+            return self._uncaptured(*args)
+        key = self._settle_moving_inputs(key, args)
+        anchors = self._keys.anchors(args)
+        is_again = self._entries.drop_stale(bucket, anchors)
+        if self._entries.count(anchors) >= self._config.max_captures:
+            self._limits.warn_full(self._config.max_captures)
+            return self._uncaptured(*args)
+        overlap = OverlapCheck(self._draft, args)
+        arena_and_placement = None if overlap.check(args) else self._fit(sizes)
+        if arena_and_placement is None:
+            return self._uncaptured(*args)
+        program, result = build_program(self._context(sizes, bucket, *arena_and_placement), args)
+        self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
+        counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
+        return result
+
+    def _settle_moving_inputs(self, key: Key, args: tuple[Any, ...]) -> Key:
+        """Stop binding written inputs that keep moving; the programs that bound them are of no use any more."""
+        roles = dict(self._roles)
+        for graph_input, arg in zip(self._draft.inputs, args, strict=True):
+            if roles[graph_input.node] is InputRole.BOUND:
+                seen = self._moves.setdefault(graph_input.node, set())
+                seen.add(arg.data_ptr())
+                if len(seen) > MOVES_TOLERATED + 1:
+                    roles[graph_input.node] = InputRole.WRITTEN_BACK
+        if roles == self._roles:
+            return key
+        self._entries.clear()
+        self._set_roles(roles)
+        return self._keys.read(args)
+
+    def _fit(self, sizes: Sizes) -> tuple[torch.Tensor, Any] | None:
+        """An arena and where the slots of the bucket lie in it; None if the arena is locked and too small."""
+        largest = self._limits.largest(sizes)
+        if largest is not None:
+            self._arenas.lock_at(place_slots(self._draft.slots, largest).planned)
+        placement = place_slots(self._draft.slots, sizes)
+        arena = self._arenas.fit(placement.planned)
+        return None if arena is None else (arena, placement)
+
+    def _context(self, sizes: Sizes, bucket: tuple[Any, ...], arena: torch.Tensor, placement: Any) -> BuildContext:
+        return BuildContext(
+            draft=self._draft,
+            roles=self._roles,
+            sizes=sizes,
+            title=f"{self._title}, bucket {bucket}",
+            engine=self._engine,
+            pool=self._engine.make_pool() if self._config.pool == "bucket" else self._pool,
+            arena=arena,
+            placement=placement,
+            static_outputs=self._config.static_outputs,
+            full_check=self._config.check == "full",
+        )
+
+    def release(self) -> None:
+        """Free every program, the pool and the arenas; the next call starts from a warm-up."""
+        with self._lock:
+            self._entries.clear()
+            self._start_empty()
+
+    @property
+    def sources(self) -> dict[tuple[Any, ...], str]:
+        """The text of each program by bucket."""
+        return {entry.bucket: entry.program.source for entry in self._entries.all()}
+
+
+def release_all() -> None:
+    """Free what every live callable holds."""
+    for owner in list(_live):
+        owner.release()

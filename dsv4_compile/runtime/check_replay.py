@@ -1,0 +1,79 @@
+"""`check="full"`: each piece also runs eagerly, and the first whose replay differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..draft import Draft, TensorMeta, Unit
+from ..errors import ReplayMismatchError
+
+
+class CheckedReplay:
+    """Runs a piece eagerly on clones of what it writes, replays it, and compares.
+
+    Args:
+        draft: for the effects of the piece.
+        unit: the piece.
+        inputs: its stable inputs.
+        slots: where its results go.
+        replay: the replay to check.
+    """
+
+    def __init__(
+        self, draft: Draft, unit: Unit, inputs: Sequence[Any], slots: Sequence[Tensor], replay: Callable[[], None]
+    ) -> None:
+        self._unit = unit
+        self._inputs = inputs
+        self._slots = slots
+        self._replay = replay
+        written = {storage for node in unit.nodes for storage in draft.effects[node].writes}
+        self._written = [index for index, node in enumerate(unit.inputs) if _storage(draft, node) in written]
+
+    def __call__(self) -> None:
+        """Replay.
+
+        Raises:
+            ReplayMismatchError: names the piece, the value and the largest difference.
+        """
+        inputs = list(self._inputs)
+        clones = _clone_together([inputs[index] for index in self._written])
+        for index, clone in zip(self._written, clones, strict=True):
+            inputs[index] = clone
+        devices = {tensor.device for tensor in self._inputs if isinstance(tensor, Tensor) and tensor.is_cuda}
+        with torch.random.fork_rng(list(devices)):  # the replay draws the same numbers
+            expected = [result.clone() for result in self._unit.gm.forward(*inputs)]
+        self._replay()
+        for node, slot, value in zip(self._unit.outputs, self._slots, expected, strict=True):
+            self._compare(f"its result {node.name}", slot, value)
+        for index, clone in zip(self._written, clones, strict=True):
+            self._compare(f"what it wrote to {self._unit.inputs[index].name}", self._inputs[index], clone)
+
+    def _compare(self, what: str, replayed: Tensor, eager: Tensor) -> None:
+        try:
+            torch.testing.assert_close(replayed, eager, equal_nan=True)
+        except AssertionError as difference:
+            raise ReplayMismatchError(
+                f"the replay of {self._unit.name} differs from eager in {what}: {difference}"
+            ) from difference
+
+
+def _storage(draft: Draft, node: Any) -> int | None:
+    meta = draft.effects[node].result
+    return meta.storage if isinstance(meta, TensorMeta) else None
+
+
+def _clone_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Clones that share memory with each other where the originals do."""
+    storages: dict[int, Any] = {}
+    clones = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        copy = storages.setdefault(storage.data_ptr(), None) or storage.clone()
+        storages[storage.data_ptr()] = copy
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        clones.append(empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride()))
+    return clones

@@ -1,0 +1,307 @@
+"""The program of one bucket: capture each piece, and write one straight line of replays and eager ops.
+
+Building a program is also a call: each piece is captured and replayed at once, each eager op runs, so that the next
+unit sees real values. What a program refers to is stable: static inputs at their own addresses, staged inputs and
+everything that crosses in slots of the arena. Views of stable tensors are made once, while building.
+
+    k0_stage(args[3])                 copy a moving input into its slot
+    k1_replay()                       piece_0
+    k2_attn(k3_tensor, k4_tensor)     region_0
+    k5_replay()                       piece_1
+    v_out = k6_clone()                the caller's outputs are fresh
+
+A program that fails half-way is dropped whole: it holds the only references to its captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST
+from ..draft import Draft, InputRole, TensorMeta, Unit
+from ..errors import LayoutMismatchError
+from ..passes.scope_modes import autocast_of
+from ..userlines import where
+from .check_replay import CheckedReplay
+from .engine import Captured, Engine
+from .sizes import Sizes
+from .source import SourceWriter
+from .workspace import Placement, aligned, extent_bytes, slot_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What replays one bucket.
+
+    Attributes:
+        run: takes the arguments of the graph as one tuple and returns its outputs.
+        source: its text.
+        captured: the recordings of its pieces.
+    """
+
+    run: Callable[[tuple[Any, ...]], Any]
+    source: str
+    captured: tuple[Captured, ...]
+
+    def release(self) -> None:
+        """Free the recordings."""
+        for captured in self.captured:
+            captured.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildContext:
+    """What a program is built with.
+
+    Attributes:
+        draft: the partitioned and planned graph.
+        roles: of the inputs; as planned, or written back for those that turned out to move.
+        sizes: of the bucket.
+        title: "graph 0, bucket (16,)", for errors and tracebacks.
+        engine, pool: who records, and where temporaries go.
+        arena, placement: where slots are.
+        static_outputs: return buffers of the bucket, not fresh tensors.
+        full_check: compare each replay with an eager run.
+    """
+
+    draft: Draft
+    roles: Mapping[fx.Node, InputRole]
+    sizes: Sizes
+    title: str
+    engine: Engine
+    pool: Any
+    arena: Tensor
+    placement: Placement
+    static_outputs: bool
+    full_check: bool
+
+
+def build_program(context: BuildContext, args: Sequence[Any]) -> tuple[Program, Any]:
+    """Capture the bucket of this call, and run the call.
+
+    Returns:
+        The program, and what the graph returns for `args`.
+
+    Raises:
+        CaptureError: a piece does what a graph cannot hold.
+        LayoutMismatchError: an op's result differs from what its fake promised.
+        Exception: whatever an op raises.
+    """
+    builder = _Builder(context, args)
+    builder.bind_inputs()
+    for unit in context.draft.units:
+        if unit.kind == "piece":
+            builder.add_piece(unit)
+        else:
+            builder.add_region(unit)
+    return builder.finish()
+
+
+class _Builder:
+    """The values of the call that builds, and the text of the calls to come."""
+
+    def __init__(self, context: BuildContext, args: Sequence[Any]) -> None:
+        self._context = context
+        self._draft = context.draft
+        self._args = args
+        self._source = SourceWriter(context.title)
+        self._values: dict[fx.Node, Any] = {}
+        self._operands: dict[fx.Node, str] = {}
+        self._stable: set[fx.Node] = set()
+        self._captured: list[Captured] = []
+        self._write_back: list[str] = []
+        self._slots = {
+            slot.node: slot_tensor(context.arena, offset, slot.meta, context.sizes)
+            for slot, offset in zip(context.draft.slots, context.placement.offsets, strict=True)
+        }
+
+    def bind_inputs(self) -> None:
+        """Give every input its stable tensor, or the argument of the call; read host scalars; bind allocations."""
+        for position, graph_input in enumerate(self._draft.inputs):
+            self._bind_input(position, graph_input.node, self._args[position])
+        for node, effects in self._draft.effects.items():
+            if effects.bucket_scalar:
+                self._bind(node, self._values[node.all_input_nodes[0]].item())
+        for node in self._draft.allocations:
+            self._bind(node, self._slots[node])
+
+    def _bind_input(self, position: int, node: fx.Node, arg: Any) -> None:
+        role = self._context.roles[node]
+        if role is InputRole.NUMBER:
+            self._bind(node, arg)
+        elif role in (InputRole.STATIC, InputRole.BOUND):
+            # an alias: the program must not keep the caller's tensor object alive
+            self._bind(node, arg.detach())
+        elif role is InputRole.DIRECT:
+            self._values[node], self._operands[node] = arg, f"args[{position}]"
+        else:
+            self._stage(position, node, arg, written_back=role is InputRole.WRITTEN_BACK)
+
+    def _stage(self, position: int, node: fx.Node, arg: Tensor, *, written_back: bool) -> None:
+        buffer = self._own_buffer(node) if written_back else self._slots[node]
+        self._bind(node, buffer)
+        copy = buffer.copy_
+        self._source.line(f"{self._source.name_of(copy, 'stage')}(args[{position}])")
+        copy(arg)
+        if written_back:
+            self._write_back.append(f"args[{position}].copy_({self._operands[node]})")
+
+    def _own_buffer(self, node: fx.Node) -> Tensor:
+        meta = self._meta(node)
+        nbytes = aligned(extent_bytes(meta, self._context.sizes))
+        memory = self._context.engine.allocate(nbytes, meta.device)
+        return slot_tensor(memory, 0, meta, self._context.sizes)
+
+    def _bind(self, node: fx.Node, value: Any) -> None:
+        """A value that is the same object in every call of the bucket."""
+        self._values[node] = value
+        self._stable.add(node)
+        is_number = not isinstance(value, Tensor)
+        self._operands[node] = self._source.text_of(value, {}) if is_number else self._source.name_of(value, "tensor")
+
+    def _meta(self, node: fx.Node) -> TensorMeta:
+        meta = self._draft.effects[node].result
+        assert isinstance(meta, TensorMeta), f"{node} is no tensor"
+        return meta
+
+    def add_piece(self, unit: Unit) -> None:
+        """Capture a piece that writes its results into their slots, and replay it."""
+        inputs = [self._values[node] for node in unit.inputs]
+        slots = [self._slots[node] for node in unit.outputs]
+        run = partial_piece(unit.gm, inputs, slots)
+        captured = self._context.engine.capture(run, self._context.pool, name=f"{unit.name} of {self._context.title}")
+        self._captured.append(captured)
+        replay: Callable[[], Any] = captured.replay
+        if self._context.full_check:
+            replay = CheckedReplay(self._draft, unit, inputs, slots, captured.replay)
+        replay()
+        self._source.line(f"{self._source.name_of(replay, 'replay')}()  # {unit.name}")
+        for node, slot in zip(unit.outputs, slots, strict=True):
+            self._bind(node, slot)
+
+    def add_region(self, unit: Unit) -> None:
+        """Run a region's ops one by one, and copy what later pieces take into its slot."""
+        self._source.line(f"# {unit.name}")
+        self._run_nodes(unit.body)
+        for node in unit.outputs:
+            slot = self._slots.get(node)
+            if slot is not None:
+                self._check_layout(node, self._values[node], slot)
+                self._source.line(f"{self._source.name_of(slot.copy_, 'keep')}({self._operands[node]})")
+                slot.copy_(self._values[node])
+                self._bind(node, slot)
+
+    def _run_nodes(self, nodes: Sequence[fx.Node]) -> None:
+        scopes: tuple[tuple[Any, ...], ...] = ()
+        entered: list[tuple[str, Any]] = []
+        for node in nodes:
+            wanted = autocast_of(node)
+            if wanted != scopes and node.op != "get_attr":
+                self._leave(entered)
+                entered = [self._enter(scope, len(entered)) for scope in wanted]
+                scopes = wanted
+            self._run_node(node)
+        self._leave(entered)
+
+    def _enter(self, scope: tuple[Any, ...], depth: int) -> tuple[str, Any]:
+        name = f"autocast_{depth}"
+        args = ", ".join(self._source.text_of(arg, {}) for arg in scope)
+        self._source.line(f"{name} = {self._source.name_of(ENTER_AUTOCAST, 'enter')}({args})")
+        return name, ENTER_AUTOCAST(*scope)
+
+    def _leave(self, entered: list[tuple[str, Any]]) -> None:
+        while entered:
+            name, mode = entered.pop()
+            self._source.line(f"{self._source.name_of(EXIT_AUTOCAST, 'leave')}({name})")
+            EXIT_AUTOCAST(mode)
+
+    def _run_node(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self._bind(node, _attribute(self._draft.gm, str(node.target)))
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: self._values[arg])
+        value = _call(node, args, kwargs)
+        effects = self._draft.effects[node]
+        if effects.is_free and not effects.only_allocates and all(arg in self._stable for arg in node.all_input_nodes):
+            self._bind(node, value)
+            return
+        text = self._source.call_text(node, self._operands)
+        self._values[node], self._operands[node] = value, f"v_{node.name}"
+        self._source.line(f"v_{node.name} = {text}" if node.users else text)
+
+    def _check_layout(self, node: fx.Node, value: Tensor, slot: Tensor) -> None:
+        """What a region hands to a piece is what the op's fake promised; strides may differ, it is copied."""
+        if value.dtype != slot.dtype or value.shape != slot.shape:
+            raise LayoutMismatchError(
+                f"{self._draft.producer(node).target} gave {list(value.shape)} {value.dtype}, its fake promised "
+                f"{list(slot.shape)} {slot.dtype} ({where(node)}): make the fake of the op agree with the op "
+                "(torch.library.opcheck finds this)"
+            )
+
+    def finish(self) -> tuple[Program, Any]:
+        """Make the outputs; the program and the result of this call."""
+        epilogue = self._draft.epilogue
+        assert epilogue is not None, "the graph is partitioned by now"
+        for line in self._write_back:
+            self._source.line(line)
+        self._copy_back()
+        positions = {graph_input.node: position for position, graph_input in enumerate(self._draft.inputs)}
+        self._stable = {node for node in self._stable if not isinstance(self._values[node], Tensor)}
+        for node in epilogue.inputs:
+            if node in positions and self._context.roles[node] is not InputRole.NUMBER:
+                # what the caller passed comes back as the caller's own tensor
+                self._values[node], self._operands[node] = self._args[positions[node]], f"args[{positions[node]}]"
+            elif node in self._slots:
+                self._hand_out(node)
+        self._run_nodes(epilogue.body)
+        output = self._draft.gm.graph.output_node().args[0]
+        result = fx.map_arg(output, lambda arg: self._values[arg])
+        self._source.line(f"return {self._source.text_of(output, self._operands)}")
+        program = Program(self._source.function(), self._source.text(), tuple(self._captured))
+        return program, result
+
+    def _copy_back(self) -> None:
+        for position, graph_input in enumerate(self._draft.inputs):
+            if self._context.roles[graph_input.node] is InputRole.WRITTEN_BACK:
+                self._args[position].copy_(self._values[graph_input.node])
+
+    def _hand_out(self, node: fx.Node) -> None:
+        """An output that lives in the arena: a clone, or with static outputs a copy in a buffer of the bucket."""
+        slot = self._slots[node]
+        if self._context.static_outputs:
+            buffer = self._own_buffer(node)
+            copy = buffer.copy_
+            self._source.line(f"{self._source.name_of(copy, 'hand_out')}({self._source.name_of(slot, 'tensor')})")
+            self._bind(node, copy(slot))
+            return
+        clone = slot.clone
+        self._source.line(f"v_{node.name} = {self._source.name_of(clone, 'clone')}()")
+        self._values[node], self._operands[node] = clone(), f"v_{node.name}"
+
+
+def partial_piece(gm: fx.GraphModule, inputs: Sequence[Any], slots: Sequence[Tensor]) -> Callable[[], None]:
+    """A piece with its inputs bound, writing its results into slots."""
+
+    def run() -> None:
+        for slot, result in zip(slots, gm.forward(*inputs), strict=True):
+            slot.copy_(result)
+
+    return run
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if callable(node.target):
+        return node.target(*args, **kwargs)
+    return getattr(args[0], node.target)(*args[1:], **kwargs)
+
+
+def _attribute(root: torch.nn.Module, path: str) -> Any:
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

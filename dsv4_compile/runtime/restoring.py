@@ -1,0 +1,61 @@
+"""Calls that leave no trace: what a graph writes among its inputs is put back afterwards.
+
+`dsv4_compile.capture` runs models on dummy inputs to capture their buckets. The caches and buffers that such a call
+writes, and the stream of random numbers, must be afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..draft import Draft, TensorMeta
+
+
+class _Session(threading.local):
+    active = False
+
+
+_session = _Session()
+
+
+def is_restoring() -> bool:
+    """Whether this thread is inside of `restoring_calls`."""
+    return _session.active
+
+
+@contextmanager
+def restoring_calls() -> Iterator[None]:
+    """Compiled calls of this thread, inside the block, put back what they write."""
+    outer, _session.active = _session.active, True
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        _session.active = outer
+
+
+@contextmanager
+def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
+    """Put back, at the end of the block, every argument that the graph writes."""
+    written = {storage for effects in draft.effects.values() for storage in effects.writes}
+    kept = [
+        (arg, arg.clone())
+        for graph_input, arg in zip(draft.inputs, args, strict=True)
+        if isinstance(arg, Tensor) and _storage(draft, graph_input.node) in written
+    ]
+    try:
+        yield
+    finally:
+        for tensor, before in kept:
+            tensor.copy_(before)
+
+
+def _storage(draft: Draft, node: Any) -> int | None:
+    meta = draft.effects[node].result
+    return meta.storage if isinstance(meta, TensorMeta) else None

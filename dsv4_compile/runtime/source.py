@@ -1,0 +1,73 @@
+"""Writes the straight-line Python of a program: statements, and the objects that their names stand for."""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+Operands = Mapping[fx.Node, str]
+
+
+class SourceWriter:
+    """Collects statements of one function `program(args)`."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._lines: list[str] = []
+        self._objects: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+
+    def line(self, text: str) -> None:
+        """Add a statement."""
+        self._lines.append(f"    {text}")
+
+    def name_of(self, value: Any, prefix: str) -> str:
+        """The name under which the program finds an object, which it keeps alive."""
+        if id(value) not in self._names:
+            name = f"k{len(self._objects)}_{prefix}"  # no variable starts with k and a number
+            self._names[id(value)] = name
+            self._objects[name] = value
+        return self._names[id(value)]
+
+    def text_of(self, arg: Any, operands: Operands) -> str:
+        """An argument of an fx node as Python: nodes by `operands`, plain values as literals, the rest by name."""
+        if isinstance(arg, fx.Node):
+            return operands[arg]
+        if arg is None or isinstance(arg, (bool, int, str)) or (isinstance(arg, float) and math.isfinite(arg)):
+            return repr(arg)
+        if isinstance(arg, slice):
+            return f"slice({', '.join(self.text_of(part, operands) for part in (arg.start, arg.stop, arg.step))})"
+        if isinstance(arg, (tuple, list)) and type(arg).__name__ not in ("Size",):
+            items = ", ".join(self.text_of(item, operands) for item in arg)
+            return f"[{items}]" if isinstance(arg, list) else f"({items}{',' if len(arg) == 1 else ''})"
+        if isinstance(arg, dict):
+            return "{" + ", ".join(f"{key!r}: {self.text_of(value, operands)}" for key, value in arg.items()) + "}"
+        return self.name_of(arg, "const")
+
+    def call_text(self, node: fx.Node, operands: Operands) -> str:
+        """The call an fx node makes."""
+        args = [self.text_of(arg, operands) for arg in node.args]
+        args += [f"{key}={self.text_of(value, operands)}" for key, value in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{args[0]}.{node.target}({', '.join(args[1:])})"
+        name = getattr(node.target, "__name__", "op").replace(".", "_")
+        function = self.name_of(node.target, name if name.isidentifier() else "op")
+        return f"{function}({', '.join(args)})"
+
+    def text(self) -> str:
+        """The source of the function."""
+        return "\n".join([f"# {self._title}", "def program(args):", *self._lines])
+
+    def function(self) -> Callable[[tuple[Any, ...]], Any]:
+        """The compiled function; a traceback shows its lines."""
+        source = self.text()
+        path = f"<dsv4_compile {self._title}>"
+        linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+        scope = dict(self._objects)
+        exec(compile(source, path, "exec"), scope)  # our own text, from the plan
+        function: Callable[[tuple[Any, ...]], Any] = scope["program"]
+        return function

@@ -1,0 +1,66 @@
+"""The engine for CPU inputs: it does what a CUDA graph does, so that everything else is tested without a GPU.
+
+How each rule comes about:
+
+| rule | where |
+|---|---|
+| no kernel runs while recording, results hold poison | `host_recorder`: ops are recorded, memory is poisoned |
+| ops implemented in Python are looked into | `host_ops`: their body runs once, its ops are recorded |
+| the host code of the recorded callable never runs again | a replay is a list of bound kernels |
+| what needs a value on the host is refused, with the line | `host_syncs` |
+| addresses and numbers are baked | `host_launch`: operands are aliases made while recording |
+| memory of dead temporaries is reused by later captures | `host_pool` |
+| a replay draws fresh random numbers, recording none | random kernels are launches as any other |
+
+Left out against a real graph: streams and events. Added to it: copies of results are left out where that is safe
+(`host_elide`), and everything recorded is kept alive, so that a mistake shows as a wrong number and not as a crash.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .capture_state import recording
+from .engine import Recording, allocate_poisoned
+from .host_pool import HostPool
+from .host_recorder import Recorder
+
+
+class HostEngine:
+    """See `engine.Engine`; holds no state, so any thread may use it."""
+
+    name = "host"
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """See `Engine.allocate`."""
+        return allocate_poisoned(nbytes, device)
+
+    def make_pool(self) -> HostPool:
+        """See `Engine.make_pool`."""
+        return HostPool()
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """See `Engine.warm_up`."""
+        run()
+
+    def capture(self, run: Callable[[], None], pool: HostPool, *, name: str) -> Recording:
+        """See `Engine.capture`."""
+        recorder = self.make_recorder(pool, name)
+        with recording(name):
+            try:
+                recorder.run(run)
+                launches = recorder.finish()
+            except BaseException:
+                recorder.abandon()
+                raise
+        if not launches:
+            warnings.warn(f"the graph of {name} is empty: it launches no kernel", stacklevel=2)
+        return Recording(name, launches, list(recorder.used_blocks()))
+
+    def make_recorder(self, pool: HostPool, name: str) -> Recorder:
+        """A recorder for one capture."""
+        return Recorder(pool, name)

@@ -1,0 +1,108 @@
+"""What the recorder does with an op: the kinds of ops, told by schema, tags and where the CPU kernel comes from.
+
+An op whose CPU kernel is made of other ops is never recorded itself. That holds for torch's composite ops (`linear`
+and `reshape` arrive whole in inference mode, and the latter views or copies as it pleases) and for ops implemented
+in Python, whose host code has to run once and not in every replay. Either is entered by `redispatch` to the CPU key,
+which takes the kernel that eager execution takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+
+CPU_KEY = DispatchKeySet(DispatchKey.CPU)
+# Where the dispatcher looks for the CPU kernel of an op, in this order.
+_KERNEL_KEYS = (
+    "CPU",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+)
+# aten's own undeclared views: they may only be used where the input is not seen again
+_UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
+_ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
+# Namespaces that only look at metadata, or at the clock.
+_HOST_ONLY = ("prim", "profiler")
+_OWN = ("aten", "prims")
+
+
+class Kind(Enum):
+    """What recording an op means."""
+
+    BODY = "its kernel is made of other ops: run that, recording them"
+    METADATA = "a view, or a question about sizes: run it, nothing is launched"
+    METADATA_IN_PLACE = "changes sizes or strides of its argument: run it, if that tensor was made in the recording"
+    CONSTANT = "a tensor made from Python numbers: its value is part of the graph"
+    ALLOCATION = "new memory, no launch"
+    LAUNCH = "a kernel: record one launch"
+
+
+def kind_of(func: OpOverload) -> Kind:
+    """The kind of an op; not cached, since a kernel may be registered later."""
+    if func.namespace in _HOST_ONLY:
+        return Kind.METADATA
+    if _is_made_of_ops(func):
+        return Kind.BODY
+    if func is torch.ops.aten.lift_fresh.default:
+        return Kind.CONSTANT
+    if func._opname in _ALLOCATIONS and func.namespace == "aten" and not func._schema.is_mutable:
+        return Kind.ALLOCATION
+    if torch.Tag.inplace_view in func.tags:
+        return Kind.METADATA_IN_PLACE
+    if func.namespace == "aten" and (_is_view(func) or _returns_host_values(func)):
+        return Kind.METADATA
+    return Kind.LAUNCH
+
+
+def why_opaque_is_refused(func: OpOverload) -> str | None:
+    """What is wrong with a kernel that cannot be looked into, or None."""
+    if func.namespace in _OWN:
+        return None
+    if _is_view(func):
+        return "returns a view and cannot be looked into, so it may not run while a graph is recorded"
+    return "returns a value to the host" if _returns_host_values(func) else None
+
+
+def is_opaque(func: OpOverload) -> bool:
+    """Whether the kernel may touch memory that its arguments do not show."""
+    return func.namespace not in _OWN
+
+
+def argument_values(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch._C.Argument, Any]]:
+    """The arguments that were given, each with its place in the schema."""
+    yield from zip(func._schema.arguments, args, strict=False)
+    by_name = {argument.name: argument for argument in func._schema.arguments}
+    for name, value in kwargs.items():
+        yield by_name[name], value
+
+
+def has_argument(func: OpOverload, name: str) -> bool:
+    """Whether the schema has an argument of this name."""
+    return any(argument.name == name for argument in func._schema.arguments)
+
+
+def _is_made_of_ops(func: OpOverload) -> bool:
+    name = func.name()
+    for key in _KERNEL_KEYS:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            # torch.library keeps a note of every kernel that Python registered
+            registered = f"{name.replace('::', '/')}/{key}"
+            return key == "CompositeImplicitAutograd" or registered in torch.library._impls
+    return True  # no kernel at all: entering it raises what the dispatcher says about that
+
+
+def _is_view(func: OpOverload) -> bool:
+    declared = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+    return declared or (func.namespace == "aten" and func._opname in _UNDECLARED_VIEWS)
+
+
+def _returns_host_values(func: OpOverload) -> bool:
+    """It returns numbers, or nothing but them."""
+    returns = func._schema.returns
+    return bool(returns) and not any("Tensor" in str(value.type) for value in returns)

@@ -1,0 +1,180 @@
+"""The dispatch mode that records ops instead of running them.
+
+Sizes, strides and dtypes of results come from torch's meta kernels, their memory from the pool, filled with poison.
+Views and questions about sizes run for real, since they launch nothing. All torch calls of the recorder itself are
+made outside inference mode, so that a replay may write to the memory in any mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from .host_elide import elide_copies
+from .host_launch import Launch, Operand
+from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
+from .host_ops import CPU_KEY, Kind, kind_of, why_opaque_is_refused
+from .host_pool import Block, HostPool, bytes_needed, place
+from .host_syncs import HostReadGuard, refusal, why_refused
+from .host_twins import out_names
+from .host_values import leaves_of, map_leaves
+
+_COPIES = ("clone", "_to_copy")
+
+
+class Recorder(TorchDispatchMode):
+    """Records the ops of one capture.
+
+    Args:
+        pool: where the memory of new tensors comes from.
+        name: what is recorded, for errors.
+    """
+
+    # so that one is refused by a message of ours
+    supports_higher_order_operators = True
+
+    def __init__(self, pool: HostPool, name: str) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self._pool = pool
+        self._name = name
+        self._guard = HostReadGuard(name)
+        self._failure: CaptureError | None = None
+        self._blocks: set[Block] = set()
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call a function, recording its ops."""
+        with self, self._guard:
+            return function()
+
+    def finish(self) -> list[Callable[[], Any]]:
+        """Calls that replay what was recorded, in order.
+
+        Raises:
+            CaptureError: something was refused, and the recorded code went on as if nothing had happened.
+        """
+        failure = self._failure or self._guard.failure
+        if failure is not None:
+            raise failure
+        with torch.inference_mode(False):
+            self.launches = elide_copies(self.launches)
+            return [launch.bind() for launch in self.launches]
+
+    def used_blocks(self) -> list[Block]:
+        """Pool blocks that the launches touch."""
+        operands = [operand for launch in self.launches for operand in launch.operands]
+        return list({operand.block for operand in operands if operand.block is not None})
+
+    def abandon(self) -> None:
+        """Give the memory back: an exception that is on its way keeps this object alive."""
+        self.launches.clear()
+        self._blocks.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # reading a tensor's attributes calls the guard, and so do meta kernels that are Python: none of its business
+        with torch._C.DisableTorchFunction():
+            kind = self._check(func, args, kwargs)
+            if kind is Kind.METADATA:
+                return func(*args, **kwargs)
+            if kind is not Kind.BODY:
+                with torch.inference_mode(False):
+                    return self._record(kind, func, args, kwargs)
+        return self.run(partial(func.redispatch, CPU_KEY, *args, **kwargs))
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> Kind:
+        if not isinstance(func, OpOverload):
+            self._refuse(f"higher-order op {func}", "decides on the host what it runs")
+        foreign = next(filter(None, map(why_foreign, leaves_of((args, kwargs)))), None)
+        reason = foreign or why_refused(func, args, kwargs) or why_opaque_is_refused(func)
+        if reason:
+            self._refuse(func.name(), reason)
+        return Kind.METADATA if is_meta_work(args, kwargs) else kind_of(func)
+
+    def _record(self, kind: Kind, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        if kind is Kind.METADATA_IN_PLACE:
+            return self._change_metadata(func, args, kwargs)
+        if kind is Kind.CONSTANT:
+            return self._copy(self._allocate(args[0]), args[0])
+        return self._make_results(func, args, kwargs, launch=kind is Kind.LAUNCH)
+
+    def _refuse(self, what: str, reason: str) -> NoReturn:
+        self._failure = refusal(what, reason, self._name)
+        raise self._failure
+
+    def _make_results(self, func: OpOverload, args: Any, kwargs: Any, *, launch: bool) -> Any:
+        """The op's results, and unless it only allocates, a launch that fills them."""
+        inferred = self._infer(func, args, kwargs)
+        results = map_leaves(self._fill_twin, Tensor, inferred)
+        if launch and func.namespace == "aten" and func._opname in _COPIES:
+            return self._copy(results, args[0])
+        if launch:
+            fresh = map(is_twin, leaves_of(inferred))
+            returns = [self._operand(r) if made else None for r, made in zip(leaves_of(results), fresh, strict=True)]
+            args, kwargs = map_leaves(self._operand, Tensor, (args, kwargs))
+            self.launches.append(Launch(func, args, kwargs, tuple(returns)))
+        return results
+
+    def _fill_twin(self, tensor: Tensor) -> Tensor:
+        return self._allocate(tensor) if is_twin(tensor) else tensor
+
+    def _copy(self, made: Tensor, source: Tensor) -> Tensor:
+        """Record that a new tensor is filled from another one."""
+        target = self._operand(made)
+        self.launches.append(Launch(torch.ops.aten.copy_.default, (target, self._operand(source)), {}, (target,)))
+        return made
+
+    def _operand(self, tensor: Tensor) -> Operand:
+        block = self._pool.block_of(tensor)
+        if block is None:
+            return Operand(tensor.detach())
+        return Operand(block.alias(tensor), block, block.lease)
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        """A new, poisoned tensor of the size, strides and dtype of `like`."""
+        nbytes = bytes_needed(like.size(), like.stride(), like.element_size())
+        block = self._pool.take(nbytes)
+        self._blocks.add(block)  # the pool itself holds it weakly
+        return place(block.start_lease(nbytes), like, 0)
+
+    def _infer(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """What the op returns: its own arguments where it returns them, twins on the meta device for new tensors."""
+        twins = Twins()
+        try:
+            inferred = func(*twins.of(args), **twins.of(on_meta(func, kwargs)))
+        except NotImplementedError:
+            if all(value.alias_info is not None for value in func._schema.returns):
+                return returned_arguments(func, args, kwargs)
+            self._refuse(func.name(), "has no fake (meta) kernel, so the sizes of its results are unknown")
+        for name in out_names(func):
+            self._fit(func, kwargs[name], twins.of(kwargs[name]))
+        return twins.undo(inferred)
+
+    def _fit(self, func: OpOverload, tensor: Tensor, wanted: Tensor) -> None:
+        """Give an empty tensor, made in the recording, the memory that the op would give it by resizing it."""
+        if tensor.size() == wanted.size():
+            return
+        if tensor.numel() > 0 or self._pool.block_of(tensor) is None:
+            sizes = f"{list(tensor.size())} to {list(wanted.size())}"
+            self._refuse(func.name(), f"resizes a tensor from {sizes}, which no replay repeats,")
+        tensor.set_(self._allocate(wanted))  # type: ignore[call-overload]
+
+    def _change_metadata(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        if self._pool.block_of(tensor) is None and func._opname != "detach_":
+            reason = "changes sizes or strides of a tensor made outside of the recording, which no replay repeats,"
+            self._refuse(func.name(), reason)
+        if func._opname in ("resize_", "resize_as_"):
+            twins = Twins()
+            wanted = func(*twins.of(args), **kwargs)
+            if bytes_needed(wanted.size(), wanted.stride(), wanted.element_size()) > tensor.untyped_storage().nbytes():
+                self._fit(func, tensor, wanted)
+                return tensor
+        return func(*args, **kwargs)

@@ -1,0 +1,100 @@
+"""What a recording refuses because a captured graph cannot follow it, and where the user wrote that.
+
+A graph has no host in it, so no value can come back to Python, and no size can depend on data. Most of that passes
+through the dispatcher. `tolist`, `numpy` and a few more read memory without it, so they are caught where Python calls
+them. `Tensor.cpu()` is no copy on a CPU and is let through: what would read its result is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CaptureError
+from .host_ops import argument_values
+from .host_values import leaves_of
+from .user_line import current_line
+
+_READS_BACK = "reads a value back to the host"
+# Ops that index: a mask among their indices makes a size depend on data.
+_INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"])
+_METHODS = {
+    Tensor.tolist: _READS_BACK,
+    Tensor.numpy: _READS_BACK,
+    Tensor.__array__: _READS_BACK,
+    Tensor.__float__: _READS_BACK,
+    Tensor.__int__: _READS_BACK,
+    Tensor.__index__: _READS_BACK,
+    Tensor.__complex__: _READS_BACK,
+    Tensor.__reduce_ex__: _READS_BACK,
+    Tensor.apply_: "runs Python on every element",
+    Tensor.map_: "runs Python on every element",
+    Tensor.map2_: "runs Python on every element",
+    Tensor.data.__set__: "moves a tensor, which no replay repeats",  # type: ignore[attr-defined]
+}
+# They copy elements of their argument without the dispatcher, where those are tensors in a list.
+_CONSTRUCTORS = frozenset([torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new])
+
+
+def why_refused(func: OpOverload, args: Any, kwargs: Any) -> str | None:
+    """Why a graph cannot hold an op called with these values, or None."""
+    if func._opname in _INDEXING and func.namespace == "aten":
+        # they carry the dynamic-shape tag for the sake of masks, and most calls have none
+        return "indexes with a mask, so its size depends on data" if _has_mask(func, args, kwargs) else None
+    if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return None
+    if func._opname == "tensor_split" and any(isinstance(value, Tensor) for value in args[1:]):
+        return _READS_BACK
+    if torch.Tag.data_dependent_output in func.tags:
+        return _READS_BACK
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return "returns a tensor whose size depends on data"
+    return "is tagged cudagraph_unsafe" if torch.Tag.cudagraph_unsafe in func.tags else None
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses the functions that go around the dispatcher."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.failure: CaptureError | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reason = _METHODS.get(func)
+        if func in _CONSTRUCTORS and any(_holds_tensor(value) for value in args):
+            reason = "copies elements out of tensors on the host"
+        if reason is not None:
+            self.failure = refusal(_function_name(func), reason, self._name)
+            raise self.failure
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(what: str, reason: str, name: str) -> CaptureError:
+    """The error for an op or function, to be raised while user code is on the stack."""
+    return CaptureError(
+        f"{what} {reason} while {name} is recorded ({current_line()}). A graph cannot hold that: compute it on the "
+        "device, or register the op that does it as a split op, so that it runs eagerly."
+    )
+
+
+def _has_mask(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    masks = (torch.bool, torch.uint8)
+    for argument, value in argument_values(func, args, kwargs):
+        if argument.name == "indices":
+            return any(isinstance(leaf, Tensor) and leaf.dtype in masks for leaf in leaves_of(value))
+    return False
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether a list holds tensors; a tensor itself is copied by an op, which is recorded."""
+    return isinstance(value, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
+
+
+def _function_name(func: Any) -> str:
+    name = str(getattr(func, "__qualname__", func))
+    return name.replace("TensorBase", "Tensor").replace("_VariableFunctionsClass", "torch")

@@ -1,0 +1,58 @@
+"""Ops whose `out=` overload is known to compute what the plain one does.
+
+That is not so for all of torch: `binary_cross_entropy.out` resizes its output on the way and gives another loss, and
+the transforms of `fft` round differently. Everything not listed here runs as it is, and its result is copied.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch._ops import OpOverload
+
+# What a function that makes a tensor takes and its twin reads off the tensor instead.
+TENSOR_OPTIONS = frozenset(["dtype", "layout", "device", "pin_memory"])
+# torch generates both overloads of these from one kernel ("structured" in its list of native functions).
+_STRUCTURED = """
+    _log_softmax _softmax add addcdiv addcmul addmm addmv all amax amin any argmax argmin atan2 baddbmm bitwise_and
+    bitwise_not bitwise_or bitwise_xor bmm cat ceil clamp clamp_max clamp_min copysign cos cosh cumprod cumsum div elu
+    eq erf exp exp2 expm1 floor fmax fmin fmod frac gather ge gelu glu gt hardsigmoid index index_add leaky_relu le
+    lerp log log10 log1p log2 logaddexp lt max maximum mean min minimum mish mm mul ne neg nextafter pow prod reciprocal
+    remainder round rsqrt scatter scatter_add scatter_reduce sgn sigmoid sign silu sin sinh softplus sort sqrt sub sum
+    tan tanh threshold topk tril triu trunc xlogy
+"""
+# The plain overload of these makes its result and calls the other one.
+_WRAPPED = """
+    abs arange floor_divide full index_select logical_and logical_not logical_or logical_xor ones rand randint randn
+    randperm where zeros
+"""
+TWINNED = frozenset((_STRUCTURED + _WRAPPED).split())
+
+
+@cache
+def out_twin(func: OpOverload) -> OpOverload | None:
+    """The overload that writes into `out=` tensors what `func` returns, or None."""
+    if func.namespace != "aten" or func._opname not in TWINNED:
+        return None
+    for name in func.overloadpacket.overloads():
+        twin: OpOverload = getattr(func.overloadpacket, name)
+        if _is_twin(func, twin):
+            return twin
+    return None
+
+
+@cache
+def out_names(func: OpOverload) -> tuple[str, ...]:
+    """Names of the `out=` arguments."""
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
+
+
+def _is_twin(func: OpOverload, other: OpOverload) -> bool:
+    """Whether `other` takes what `func` does, apart from options, and writes what `func` returns."""
+    taken = [(a.name, str(a.type)) for a in func._schema.arguments]
+    given = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
+    dropped = {name for name, kind in taken if (name, kind) not in given}
+    same = [argument for argument in taken if argument[0] not in dropped] == given
+    outs = [str(a.type) for a in other._schema.arguments if a.is_out]
+    returns = [str(value.type) for value in func._schema.returns]
+    return bool(outs) and same and dropped <= TENSOR_OPTIONS and outs == returns == ["Tensor"] * len(returns)

@@ -6,7 +6,6 @@ from engine_surroundings import EXAMPLES as SURROUNDINGS
 
 from dsv4_compile.runtime.host import HostEngine
 
-
 RULES = EXAMPLES | SURROUNDINGS
 
 

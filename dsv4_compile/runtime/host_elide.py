@@ -10,14 +10,14 @@ and the first that fails is the reason why a copy stays. The order of launches n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from .host_launch import Launch, Operand
 from .host_pool import bytes_needed, place
+from .host_twins import out_twin
 
 # torch aligns its own memory so; matrix kernels may round differently elsewhere.
 _TORCH_ALIGNMENT = 64
@@ -56,6 +56,16 @@ def elide_copies(launches: list[Launch]) -> list[Launch]:
     return kept
 
 
+def drop_unused_results(launches: list[Launch]) -> None:
+    """Leave out results that nobody looks at, such as the statistics of a layer norm, where they would be copied."""
+    uses = Counter(id(lease) for launch in launches for lease in {operand.lease for operand in launch.operands})
+    for launch in launches:
+        if out_twin(launch.func) is None and not launch.is_copy:
+            for operand in launch.results:
+                if operand.lease is not None and uses[id(operand.lease)] == 1 and operand.lease.has_ended():
+                    launch.drop_result(operand)
+
+
 def why_kept(site: Site) -> str | None:
     """Why a copy has to stay, or None."""
     return next((reason for reason in (check(site) for check in CONDITIONS) if reason), None)
@@ -67,7 +77,7 @@ def differs_in_layout(site: Site) -> str | None:
     if slot.dtype != value.dtype or slot.size() != value.size() or slot.stride() != value.stride():
         return "the slot has another layout"
     users = [operand.tensor for launch in _users(site) for operand in launch.operands if _moves(site, operand)]
-    lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in [slot, *users])
+    lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in [slot, value, *users])
     return "a lazy conjugate or negative is involved" if lazy else None
 
 
@@ -129,7 +139,7 @@ CONDITIONS: tuple[Callable[[Site], str | None], ...] = (
 def _find_site(launches: list[Launch], index: int) -> Site | None:
     """The site of a copy out of pool memory into other memory; None for any other launch."""
     launch = launches[index]
-    if launch.func is not torch.ops.aten.copy_.default:
+    if not launch.is_copy:
         return None
     slot, value = launch.args[0], launch.args[1]
     if value.lease is None or value.lease is slot.lease:

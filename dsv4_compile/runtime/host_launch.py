@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
-from .host_ops import CPU_KEY, is_opaque
+from .host_ops import bind_kernel, is_opaque
 from .host_pool import Block, Lease
 from .host_twins import TENSOR_OPTIONS, out_names, out_twin
 from .host_values import leaves_of, map_leaves
@@ -56,7 +56,7 @@ class Launch:
         func: the op.
         args: as it was called, with an `Operand` in place of each tensor.
         kwargs: likewise.
-        returns: what it returned, flat; None where that is an argument or no tensor.
+        returns: what it returned, flat; None where that is an argument, no tensor, or not wanted.
         operands: everything that it touches.
     """
 
@@ -70,10 +70,20 @@ class Launch:
         leaves = leaves_of((self.args, self.kwargs))
         self.operands = [leaf for leaf in leaves if isinstance(leaf, Operand)] + self.results
 
+    def drop_result(self, operand: Operand) -> None:
+        """Leave one result out, so that the kernel's is not copied to it."""
+        self.returns = tuple(None if kept is operand else kept for kept in self.returns)
+        self.operands.remove(operand)
+
     @property
     def results(self) -> list[Operand]:
         """The tensors that the launch makes."""
         return [operand for operand in self.returns if operand is not None]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it copies its second argument to its first, which is its result if it is new."""
+        return self.func is torch.ops.aten.copy_.default
 
     @property
     def opaque(self) -> bool:
@@ -84,12 +94,12 @@ class Launch:
         """A call without arguments that runs the kernel and leaves its results in `results`."""
         args, kwargs = map_leaves(lambda operand: operand.tensor, Operand, (self.args, self.kwargs))
         results = [operand.tensor for operand in self.results]
-        if not results:
+        if not results or self.is_copy:
             return bind_fastest(self.func, args, kwargs)
         twin = out_twin(self.func)
         if twin is None:
             targets = [None if operand is None else operand.tensor for operand in self.returns]
-            return partial(_run_and_copy, self.func, partial(self.func.redispatch, CPU_KEY, *args, **kwargs), targets)
+            return partial(_run_and_copy, self.func, bind_kernel(self.func, args, kwargs), targets)
         kept = {name: value for name, value in kwargs.items() if name not in TENSOR_OPTIONS}
         return bind_fastest(twin, args, kept | dict(zip(out_names(twin), results, strict=True)))
 
@@ -99,7 +109,7 @@ def bind_fastest(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     for public in _public_calls(func, args, kwargs):
         if is_same_call(public, partial(func, *args, **kwargs)):
             return public
-    return partial(func.redispatch, CPU_KEY, *args, **kwargs)
+    return bind_kernel(func, args, kwargs)
 
 
 def is_same_call(one: Callable[[], Any], other: Callable[[], Any]) -> bool:

@@ -2,14 +2,15 @@
 
 An op whose CPU kernel is made of other ops is never recorded itself. That holds for torch's composite ops (`linear`
 and `reshape` arrive whole in inference mode, and the latter views or copies as it pleases) and for ops implemented
-in Python, whose host code has to run once and not in every replay. Either is entered by `redispatch` to the CPU key,
-which takes the kernel that eager execution takes.
+in Python, whose host code has to run once and not in every replay. Their kernels are entered as the dispatcher would:
+`decompose` will not do, since it prefers Python decompositions, which round differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ _OWN = ("aten", "prims")
 class Kind(Enum):
     """What recording an op means."""
 
-    BODY = "its kernel is made of other ops: run that, recording them"
+    COMPOSITE = "torch makes its kernel of other ops: enter it, recording them"
+    PYTHON = "its kernel is Python: run it, recording the ops that it calls"
     METADATA = "a view, or a question about sizes: run it, nothing is launched"
     METADATA_IN_PLACE = "changes sizes or strides of its argument: run it, if that tensor was made in the recording"
     CONSTANT = "a tensor made from Python numbers: its value is part of the graph"
@@ -47,8 +49,9 @@ def kind_of(func: OpOverload) -> Kind:
     """The kind of an op; not cached, since a kernel may be registered later."""
     if func.namespace in _HOST_ONLY:
         return Kind.METADATA
-    if _is_made_of_ops(func):
-        return Kind.BODY
+    body = _kind_of_body(func)
+    if body is not None:
+        return body
     if func is torch.ops.aten.lift_fresh.default:
         return Kind.CONSTANT
     if func._opname in _ALLOCATIONS and func.namespace == "aten" and not func._schema.is_mutable:
@@ -69,6 +72,14 @@ def why_opaque_is_refused(func: OpOverload) -> str | None:
     return "returns a value to the host" if _returns_host_values(func) else None
 
 
+def bind_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
+    """The op's CPU kernel with its arguments bound, below autocast and autograd where the dispatcher allows it."""
+    for argument, value in argument_values(func, args, kwargs):
+        if str(argument.type) == "Tensor" and isinstance(value, (bool, int, float, complex)):
+            return partial(func, *args, **kwargs)  # `redispatch` takes no numbers for tensors
+    return partial(func.redispatch, CPU_KEY, *args, **kwargs)
+
+
 def is_opaque(func: OpOverload) -> bool:
     """Whether the kernel may touch memory that its arguments do not show."""
     return func.namespace not in _OWN
@@ -87,14 +98,16 @@ def has_argument(func: OpOverload, name: str) -> bool:
     return any(argument.name == name for argument in func._schema.arguments)
 
 
-def _is_made_of_ops(func: OpOverload) -> bool:
+def _kind_of_body(func: OpOverload) -> Kind | None:
+    """COMPOSITE or PYTHON by the CPU kernel that the dispatcher takes, None for a kernel that cannot be entered."""
     name = func.name()
     for key in _KERNEL_KEYS:
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             # torch.library keeps a note of every kernel that Python registered
-            registered = f"{name.replace('::', '/')}/{key}"
-            return key == "CompositeImplicitAutograd" or registered in torch.library._impls
-    return True  # no kernel at all: entering it raises what the dispatcher says about that
+            if f"{name.replace('::', '/')}/{key}" in torch.library._impls:
+                return Kind.PYTHON
+            return Kind.COMPOSITE if key == "CompositeImplicitAutograd" else None
+    return Kind.PYTHON  # no kernel at all: entering it raises what the dispatcher says about that
 
 
 def _is_view(func: OpOverload) -> bool:

@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
-from .host_elide import elide_copies
+from .host_elide import drop_unused_results, elide_copies
 from .host_launch import Launch, Operand
 from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
 from .host_ops import CPU_KEY, Kind, kind_of, why_opaque_is_refused
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):
             raise failure
         with torch.inference_mode(False):
             self.launches = elide_copies(self.launches)
+            drop_unused_results(self.launches)
             return [launch.bind() for launch in self.launches]
 
     def used_blocks(self) -> list[Block]:
@@ -84,10 +86,15 @@ class Recorder(TorchDispatchMode):
             kind = self._check(func, args, kwargs)
             if kind is Kind.METADATA:
                 return func(*args, **kwargs)
-            if kind is not Kind.BODY:
+            if kind not in (Kind.COMPOSITE, Kind.PYTHON):
                 with torch.inference_mode(False):
                     return self._record(kind, func, args, kwargs)
-        return self.run(partial(func.redispatch, CPU_KEY, *args, **kwargs))
+        if kind is Kind.PYTHON:
+            return self.run(partial(func.redispatch, CPU_KEY, *args, **kwargs))
+        # not `redispatch`, which takes no Python numbers for tensors, as some composite ops are called with; the
+        # guard has no business in it, and would call the op afresh
+        with self:
+            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> Kind:
         if not isinstance(func, OpOverload):

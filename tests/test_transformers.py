@@ -12,6 +12,7 @@ import torch
 from hf_models import random_hf_model, save_as_released, tiny_hf_config
 from torch import Tensor, fx, nn
 from transformers import DeepseekV4ForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from dsv4_compile.errors import UnsupportedConfigError
 from dsv4_compile.integrations.transformers import SwappedModel, load, swap_attention
@@ -127,6 +128,15 @@ def test_the_greedy_tokens_are_those_of_transformers(
     prompts, expected = prompts_and_hf_answers
     runner = runner_type(swapped, swapped.config, **{**LIMITS, "max_num_batched_tokens": 64}, buckets=buckets)
     assert runner.generate(prompts, 12) == expected
+
+
+def test_transformers_makes_neither_mask_nor_cache(swapped: SwappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("wasted work")
+
+    monkeypatch.setattr(modeling_deepseek_v4, "create_sliding_window_causal_mask", fail)
+    monkeypatch.setattr(modeling_deepseek_v4, "DynamicCache", fail)
+    ModelRunnerV1(swapped, swapped.config, **LIMITS).generate([[1, 2, 3]], 2)
 
 
 def test_the_original_model_is_left_as_it_was() -> None:

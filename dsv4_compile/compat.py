@@ -80,7 +80,7 @@ def source_of(placeholder: fx.Node) -> str:
 def graph_break_reason(gm: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the function did, or None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
-    return str(reason.reason) if reason is not None and reason.graph_break else None
+    return str(reason.reason).partition("\n")[0] if reason is not None and reason.graph_break else None
 
 
 def symbolic_stand_ins(example_inputs: Sequence[Any], placeholders: Sequence[fx.Node]) -> tuple[Any, tuple[Any, ...]]:
@@ -180,3 +180,10 @@ def upper_bound(expr: sympy.Expr) -> int | None:
     upper = shape_env.bound_sympy(expr).upper
     # an unbounded size has the largest index, or a symbol for infinity, as its bound
     return int(upper) if upper.is_Integer and upper < torch.iinfo(torch.int32).max else None
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What a fake tensor raises where an op would need its data."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException

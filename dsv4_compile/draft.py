@@ -102,12 +102,14 @@ class Access:
         argument: its name in the schema.
         storage: number of the storage.
         write: whether the op writes it (it may read it too).
+        step_state: the op is registered as reading step state through this argument.
     """
 
     op: str
     argument: str
     storage: int
     write: bool
+    step_state: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,7 @@ class Effects:
         ops: the ops it dispatched, as "ns::op.overload".
         only_allocates: all it did was to allocate; somebody else fills it.
         random: it draws random numbers.
+        pinned: it calls an op whose role says that it runs once and where it stands, whatever its schema tells.
         barrier: why nothing with an effect may be moved across it, or None.
         uncapturable: why it cannot be captured, as far as its own ops tell, or None.
         bucket_scalar: it reads a host scalar among the graph's inputs, which nobody writes: part of the bucket.
@@ -134,6 +137,7 @@ class Effects:
     ops: tuple[str, ...] = ()
     only_allocates: bool = False
     random: bool = False
+    pinned: bool = False
     barrier: str | None = None
     uncapturable: str | None = None
     bucket_scalar: bool = False
@@ -147,7 +151,7 @@ class Effects:
         """
         if self.bucket_scalar:
             return True
-        idle = not (self.reads or self.writes or self.random or self.barrier or self.uncapturable)
+        idle = not (self.reads or self.writes or self.random or self.pinned or self.barrier or self.uncapturable)
         return idle and (self.only_allocates or not self.makes)
 
 

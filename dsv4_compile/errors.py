@@ -34,6 +34,10 @@ class UnsupportedInputError(Dsv4Error):
     """An input of the model is of a kind that cannot be captured."""
 
 
+class UnsupportedTransformError(Dsv4Error):
+    """The graph is inside of a `torch.func` transform (vmap, grad, jvp), whose levels cannot be cut into pieces."""
+
+
 class HazardError(Dsv4Error):
     """A captured node would read step state or the step context of a runner that replaces it every step."""
 

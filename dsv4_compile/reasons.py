@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .compat import expr_of, is_unbacked, op_name, wrapped_op
-from .draft import Draft, Effects, Provenance, TensorMeta
+from .draft import Access, Draft, Effects, Provenance, TensorMeta
 from .ops.registry import Role, find_op
 
 
@@ -28,8 +28,8 @@ def why_reads_step(draft: Draft, node: fx.Node) -> str | None:
     """The node reads step state or the step context."""
     effects = draft.effects[node]
     for access in effects.accesses:
-        if draft.storages.get(access.storage) is Provenance.STEP_STATE:
-            return f"reads step state {input_name(draft, access.storage)}"
+        if access.step_state or draft.storages.get(access.storage) is Provenance.STEP_STATE:
+            return f"reads step state {step_state_name(draft, access)}"
     for op in effects.ops:
         registered = find_op(draft.ops, op)
         if registered and registered.reads_context:
@@ -72,6 +72,12 @@ def input_name(draft: Draft, storage: int) -> str:
         if isinstance(result, TensorMeta) and result.storage == storage:
             return graph_input.name
     return f"storage {storage}"
+
+
+def step_state_name(draft: Draft, access: Access) -> str:
+    """The graph input that an access to step state reads, or the argument, if the graph computed what it reads."""
+    is_input = draft.storages.get(access.storage) is Provenance.STEP_STATE
+    return input_name(draft, access.storage) if is_input else access.argument
 
 
 def numbers_read_off_data(draft: Draft) -> set[fx.Node]:

@@ -64,6 +64,7 @@ class Recording:
     barrier: str | None = None
     uncapturable: str | None = None
     makers: set[str] = field(default_factory=set)
+    pinned: bool = False
 
     def effects(self, value: Any) -> Effects:
         """The node's effects, given its value."""
@@ -79,6 +80,7 @@ class Recording:
             ops=tuple(self.ops),
             only_allocates=bool(self.makers) and self.makers <= _ALLOCATIONS,
             random=self.random,
+            pinned=self.pinned,
             barrier=barrier,
             uncapturable=uncapturable,
         )
@@ -125,15 +127,13 @@ class EffectsRecorder(TorchDispatchMode):
 
     def _record_op(self, recording: Recording, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = op_name(func)
-        recording.ops.append(name)
-        registered = find_op(self._ops, name)
-        bound = {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+        bound = bind_arguments(func, args, kwargs)
+        registered = self.record_role(recording, func, bound)
         for argument, write in _data_arguments(func):
+            is_step_state = registered is not None and argument in registered.step_state
             for tensor in _tensors(bound.get(argument)):
-                storage = self.storages.number(tensor)
-                recording.accesses.append(Access(name, argument, storage, write))
-                if registered and argument in registered.step_state:
-                    self.step_state.add(storage)
+                access = Access(name, argument, self.storages.number(tensor), write, is_step_state)
+                recording.accesses.append(access)
         if torch.Tag.nondeterministic_seeded in func.tags:
             recording.random = True
         recording.uncapturable = recording.uncapturable or _why_not_capturable(func, bound)
@@ -143,11 +143,27 @@ class EffectsRecorder(TorchDispatchMode):
             if _host_effect(func) and not (registered and registered.role == "capture"):
                 recording.uncapturable = recording.uncapturable or _HOST_EFFECT
 
+    def record_role(self, recording: Recording, func: Any, bound: Mapping[str, Any]) -> RegisteredOp | None:
+        """Note a call of an op and what it is registered as.
+
+        Composite ops are taken apart before the mode sees them, so the interpreter calls this for a node's own op too.
+        """
+        name = op_name(func)
+        registered = find_op(self._ops, name)
+        if name not in recording.ops:
+            recording.ops.append(name)
+        if registered is not None:
+            tensors = [tensor for argument in registered.step_state for tensor in _tensors(bound.get(argument))]
+            self.step_state |= {self.storages.number(tensor) for tensor in tensors}
+            recording.pinned |= registered.role == "split" or registered.reads_context or bool(tensors)
+            recording.barrier = recording.barrier or _why_barrier(func, name, registered)
+        return registered
+
     def _record_opaque(self, recording: Recording, func: Any, inputs: set[int]) -> None:
         """A higher-order op that did not run its body op by op: it may do anything to its inputs."""
         name = str(func)
         recording.ops.append(name)
-        recording.accesses += [Access(name, "operand", storage, True) for storage in sorted(inputs)]
+        recording.accesses += [Access(name, "operand", storage, True, False) for storage in sorted(inputs)]
         recording.uncapturable = f"higher-order op {name} decides on the host what it runs"
         recording.barrier = f"higher-order op {name}"
 
@@ -177,6 +193,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def bind_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by their names in the schema."""
+    return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+
+
 @cache
 def _argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
@@ -185,8 +206,10 @@ def _argument_names(func: Any) -> tuple[str, ...]:
 @cache
 def _data_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
     """The arguments whose data the op touches, with whether it writes them."""
-    is_view = func_name(func) in _UNDECLARED_VIEWS or any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+    returns = func._schema.returns
+    # one that also returns something of its own has read the data to make it
+    is_view = func_name(func) in _UNDECLARED_VIEWS or (
+        bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     )
     shape_only = func_name(func) in _SHAPE_ONLY or func.namespace == "prim"
     touched = []

@@ -14,7 +14,7 @@ from torch import fx
 from ..draft import Draft, Provenance
 from ..errors import HazardError
 from ..ops.registry import find_op
-from ..reasons import input_name
+from ..reasons import step_state_name
 from ..userlines import where
 
 _CURE = 'use region="wide" or "minimal", or runner="mrv2" if the runner keeps its step state in persistent buffers'
@@ -37,8 +37,8 @@ def check_hazards(draft: Draft, *, runner: str) -> Draft:
 def _hazards(draft: Draft, node: fx.Node) -> Iterator[str]:
     effects = draft.effects[node]
     for access in effects.accesses:
-        if draft.storages.get(access.storage) is Provenance.STEP_STATE:
-            name = input_name(draft, access.storage)
+        if access.step_state or draft.storages.get(access.storage) is Provenance.STEP_STATE:
+            name = step_state_name(draft, access)
             yield f"op {access.op} reads the step state {name} through its argument {access.argument!r}"
     for op in effects.ops:
         registered = find_op(draft.ops, op)

@@ -26,6 +26,7 @@ def check_partition(draft: Draft) -> Draft:
 def _misplaced(draft: Draft) -> Iterator[str]:
     """Every working node is in exactly one unit, in program order, with its fate; a unit has at least one."""
     placed = [node for unit in draft.units for node in unit.nodes]
+    working = {node.name for node in placed}
     if placed != draft.working_nodes():
         yield "the units do not hold every working node exactly once in program order"
     for unit in draft.units:
@@ -34,14 +35,17 @@ def _misplaced(draft: Draft) -> Iterator[str]:
         for node in unit.nodes:
             if (node in draft.eager) != (unit.kind == "region"):
                 yield f"{node.name} is in {unit.name} against the choice of regions"
-        if _computed(unit) != [node.name for node in unit.nodes]:
+        if _computed(unit, working) != [node.name for node in unit.nodes]:
             yield f"the graph of {unit.name} does not run exactly its own nodes"
+    assert draft.epilogue is not None, "the graph is partitioned by now"
+    if computed := _computed(draft.epilogue, working):
+        yield f"the epilogue runs {computed[0]}"
 
 
-def _computed(unit: Unit) -> list[str]:
+def _computed(unit: Unit, working: set[str]) -> list[str]:
     """Names of the working nodes a unit's graph runs, in order; copies keep the names of their originals."""
-    own = {node.name for node in unit.nodes}
-    return [node.name for node in unit.gm.graph.nodes if node.name in own]
+    nodes = [node for node in unit.gm.graph.nodes if node.op not in ("placeholder", "output")]
+    return [node.name for node in nodes if node.name in working]
 
 
 def _misordered(draft: Draft) -> Iterator[str]:

@@ -10,6 +10,7 @@ Sizes with a symbol that is no graph input (they depend on data) are left as the
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -18,16 +19,24 @@ from torch import fx
 from ..compat import build_expr, expr_of
 from ..draft import Draft
 
+# What reads sizes and does nothing else; any other node with a number as its value is left to the effects pass.
+_SIZE_METHODS = frozenset(["size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "__len__"])
+_SIZE_FUNCTIONS = frozenset([operator.getitem, len, torch.numel])
+
 
 def decompose_sizes(draft: Draft) -> Draft:
     """Rewrite every node whose value is a size, or a tuple of sizes, read off a tensor or another tuple."""
     for node in list(draft.gm.graph.nodes):
-        if node.op not in ("call_method", "call_function") or not node.all_input_nodes:
-            continue
         value = node.meta.get("example_value")
-        if _is_sizes(value) and not _is_arithmetic(node) and _is_known(value, draft):
+        if _reads_sizes(node) and _is_sizes(value) and _is_known(value, draft):
             _replace(node, value, draft)
     return draft
+
+
+def _reads_sizes(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _SIZE_METHODS
+    return node.op == "call_function" and node.target in _SIZE_FUNCTIONS
 
 
 def _is_sizes(value: Any) -> bool:
@@ -38,11 +47,6 @@ def _is_sizes(value: Any) -> bool:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _is_arithmetic(node: fx.Node) -> bool:
-    """Its inputs are sizes already: it is free as it stands."""
-    return all(_is_size(arg.meta.get("example_value")) for arg in node.all_input_nodes)
 
 
 def _is_known(value: Any, draft: Draft) -> bool:

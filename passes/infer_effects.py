@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from ..compat import expr_of, hint_of, is_unbacked
+from ..compat import data_dependent_errors, expr_of, hint_of, is_unbacked
 from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
 from ..errors import Dsv4Error, PlanError
-from ..recorder import EffectsRecorder, Storages
+from ..recorder import EffectsRecorder, Recording, Storages, bind_arguments
 from ..userlines import where
 from .scope_modes import autocast_scopes
 
@@ -130,9 +131,7 @@ class _EffectsInterpreter(fx.Interpreter):
         elif n.op in ("placeholder", "output"):
             value, effects = super().run_node(n), Effects()
         else:
-            with self.recorder.node(n) as recording, autocast_scopes(n):
-                value = super().run_node(n)
-            effects = recording.effects(value)
+            value, effects = self._run_op(n, traced)
         if not self._stand_ins.concrete:
             n.meta["example_value"] = traced = value  # Dynamo's own was changed in place by a later node
         result = self._describe(value, traced)
@@ -141,13 +140,29 @@ class _EffectsInterpreter(fx.Interpreter):
         self.effects[n] = replace(effects, result=result)
         return value
 
+    def _run_op(self, n: fx.Node, traced: Any) -> tuple[Any, Effects]:
+        try:
+            with self.recorder.node(n) as recording, autocast_scopes(n):
+                value = super().run_node(n)
+                self._record_own_op(n, recording)
+            return value, recording.effects(value)
+        except data_dependent_errors():
+            # an op that unpacks a tensor on the way, such as indexing by a 0-dim tensor
+            return self._known(traced), self._read_off_data(n)
+
+    def _record_own_op(self, n: fx.Node, recording: Recording) -> None:
+        if isinstance(n.target, torch._ops.OpOverload):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            self.recorder.record_role(recording, n.target, bind_arguments(n.target, args, kwargs))
+
     def _known(self, traced: Any) -> Any:
         """The value of the trace, as a stand-in of this run."""
-        if not self._stand_ins.concrete:
-            return traced
-        if isinstance(traced, torch.Tensor) or _is_unbacked(traced):
-            raise _NeedsSymbolsError
-        return traced.node.hint if isinstance(traced, _SYMBOLIC) else traced
+        if self._stand_ins.concrete:
+            hint = traced.node.hint if isinstance(traced, _SYMBOLIC) else None
+            if hint is None:
+                raise _NeedsSymbolsError
+            return hint
+        return pytree.tree_map_only(torch.Tensor, _like, traced)
 
     def _describe(self, value: Any, traced: Any) -> Any:
         """`TensorMeta` of a tensor, a tuple of them for a container, None for anything else."""
@@ -165,9 +180,18 @@ class _EffectsInterpreter(fx.Interpreter):
     def _read_off_data(self, n: fx.Node) -> Effects:
         tensors = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
         reads = frozenset(self.recorder.storages.number(tensor) for tensor in tensors)
-        is_scalar_input = n.all_input_nodes[0] in self._scalar_inputs
-        reason = f"{n.target} reads a value back to the host"
-        return Effects(reads=reads, uncapturable=reason, bucket_scalar=is_scalar_input)
+        name = getattr(n.target, "__name__", n.target)
+        if n.meta.get("unbacked_bindings") and not isinstance(n.meta["example_value"], _SYMBOLIC):
+            return Effects(reads=reads, uncapturable=f"the size of the result of {name} depends on data")
+        is_scalar_input = n.target == "item" and n.args[0] in self._scalar_inputs
+        return Effects(
+            reads=reads, uncapturable=f"{name} reads a value back to the host", bucket_scalar=is_scalar_input
+        )
+
+
+def _like(traced: torch.Tensor) -> torch.Tensor:
+    """A fake of the mode in force; the trace's own belongs to another one."""
+    return torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
 
 
 def _agree(value: torch.Tensor, traced: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Let users of an op's result that is really one of its arguments use the argument.
+"""Let users of an op's result that is really one of its arguments use the argument, or a view of it.
 
     y = h.add_(1); z = y * 2            ->   y = h.add_(1); z = h * 2
     w = checkpoint(body, h)  # a view   ->   w = checkpoint(body, h); s = as_strided(h, ...); users take s
@@ -9,52 +9,80 @@ order stays safe without the data edge: `h` is written by one and read by the ot
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from ..compat import build_expr, expr_of
+from ..compat import build_expr, expr_of, hint_of, is_unbacked
 from ..draft import Draft, Effects, TensorMeta
 
 
 def rebase_results(draft: Draft) -> Draft:
-    """Redirect the users of every result that shares memory with an argument of the op that returned it."""
+    """Redirect the users of every result that shares memory with an argument of the op, or with another result."""
     effects = dict(draft.effects)
     for node in draft.working_nodes():
-        items = [user for user in node.users if draft.producer(user) is node]
-        for value in (node, *items):
-            result = effects[value].result
-            if isinstance(result, TensorMeta) and result.storage not in effects[node].makes:
-                _redirect(draft, node, value, result, effects)
+        items = [user for user in sorted(node.users) if draft.producer(user) is node]
+        owners = list(node.all_input_nodes)
+        # the largest first: the others can be viewed from it
+        for value in sorted([node, *items], key=lambda value: -_extent(effects[value])):
+            if isinstance(effects[value].result, TensorMeta) and not _redirect(draft, value, owners, effects):
+                owners.append(value)
     return replace(draft, effects=effects)
 
 
-def _redirect(draft: Draft, node: fx.Node, value: fx.Node, result: TensorMeta, effects: dict[fx.Node, Effects]) -> None:
-    owners = [arg for arg in node.all_input_nodes if _storage(effects[arg]) == result.storage]
-    same = next((arg for arg in owners if effects[arg].result == result), None)
+def _redirect(draft: Draft, value: fx.Node, owners: Sequence[fx.Node], effects: dict[fx.Node, Effects]) -> bool:
+    """Let users of a value use one of the owners instead, if one shares its memory."""
+    result = effects[value].result
+    assert isinstance(result, TensorMeta), "only tensors share memory"
+    sharing = [owner for owner in owners if _storage(effects[owner]) == result.storage]
+    same = next((owner for owner in sharing if effects[owner].result == result), None)
     if same is not None:
         value.replace_all_uses_with(same)
-        return
-    base = next((arg for arg in owners if _dtype(effects[arg]) == result.dtype), None)
-    if base is not None and value.users:
-        view = _view_of(draft, base, value, result)
-        effects[view] = Effects(result=result)
+        return True
+    base = next((owner for owner in sharing if _dtype(effects[owner]) == result.dtype), None)
+    if base is None:
+        return False
+    if value.users:
+        view = _view_of(draft, base, value, result, effects)
         value.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
+    return True
 
 
-def _view_of(draft: Draft, base: fx.Node, value: fx.Node, result: TensorMeta) -> fx.Node:
-    graph = draft.gm.graph
+def _view_of(
+    draft: Draft, base: fx.Node, value: fx.Node, result: TensorMeta, effects: dict[fx.Node, Effects]
+) -> fx.Node:
+    """`value` as a strided view of `base`; offsets count from the base's own, which differs from call to call."""
+    graph, known = draft.gm.graph, set(draft.gm.graph.nodes)
+    start = effects[base].result
+    assert isinstance(start, TensorMeta), "a base is a tensor"
     with graph.inserting_after(value):
         view = graph.call_function(torch.as_strided)
     with graph.inserting_before(view):
-        shape, stride, (offset,) = (
-            [build_expr(expr_of(size), draft.symbols, graph) for size in part]
-            for part in (result.shape, result.stride, (result.offset,))
+        shape, stride = (
+            [build_expr(expr_of(size), draft.symbols, graph) for size in part] for part in (result.shape, result.stride)
         )
-        view.args = (base, shape, stride, offset)
+        offset = build_expr(expr_of(result.offset) - expr_of(start.offset), draft.symbols, graph)
+        if offset != 0:
+            own = graph.call_method("storage_offset", (base,))
+            offset = graph.call_function(operator.add, (own, offset))
+        view.args = (base, shape, stride) if offset == 0 else (base, shape, stride, offset)
+    effects.update({node: Effects() for node in graph.nodes if node not in known})
+    effects[view] = Effects(result=result)
     view.meta.update(value.meta)
     return view
+
+
+def _extent(effects: Effects) -> int:
+    """Elements that a result spans, for the sizes of the trace; none for what is no tensor."""
+    meta = effects.result
+    if not isinstance(meta, TensorMeta):
+        return -1
+    if any(is_unbacked(symbol) for size in (*meta.shape, *meta.stride) for symbol in expr_of(size).free_symbols):
+        return 0
+    return 1 + sum((hint_of(size) - 1) * hint_of(step) for size, step in zip(meta.shape, meta.stride, strict=True))
 
 
 def _storage(effects: Effects) -> int | None:

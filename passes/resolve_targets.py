@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..compat import resolve_overload
 from ..draft import Draft
-from ..errors import UnsupportedInputError
+from ..errors import UnsupportedInputError, UnsupportedTransformError
+from ..userlines import where
 
 _METADATA_METHODS = {
     "t_": "t",
@@ -34,11 +35,21 @@ _METADATA_METHODS = {
 def resolve_targets(draft: Draft) -> Draft:
     """Rewrite the targets of all op calls, and the in-place metadata methods."""
     for node in list(draft.gm.graph.nodes):
+        _refuse_transform(node)
         if node.op == "call_function" and _is_op(node.target):
             _call_overload(node)
         elif node.op == "call_method" and node.target in _METADATA_METHODS:
             _make_view(node)
     return draft
+
+
+def _refuse_transform(node: fx.Node) -> None:
+    module = getattr(node.target, "__module__", None) or ""
+    if module.startswith(("torch._functorch", "torch._C._functorch")):
+        raise UnsupportedTransformError(
+            f"{node.name} belongs to a torch.func transform ({where(node)}), whose levels span several nodes and "
+            "cannot be cut into pieces: call the transform from inside of a registered split op"
+        )
 
 
 def _is_op(target: Any) -> bool:
@@ -64,6 +75,10 @@ def _example(node: fx.Node) -> Any:
 def _make_view(node: fx.Node) -> None:
     base = node.args[0]
     assert isinstance(base, fx.Node)
+    # `y = h.add_(1)` and `h.contiguous()` may be the very tensor object `h`, whose shape changes with it
+    value = _example(base)
+    names = [other for other in node.graph.nodes if other is not node and _example(other) is value]
+    base = next((other for other in names if other.op == "placeholder"), base)
     if base.op == "placeholder":
         raise UnsupportedInputError(
             f"{base.name}.{node.target}() changes the shape of the caller's own tensor in place, which a replay cannot "
@@ -71,7 +86,8 @@ def _make_view(node: fx.Node) -> None:
         )
     node.target = _METADATA_METHODS[str(node.target)]
     later = set(_after(node))
-    base.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
+    for name in names:
+        name.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
 
 
 def _after(node: fx.Node) -> list[fx.Node]:

@@ -21,6 +21,8 @@ from torch import fx
 
 from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, INFERENCE_MODE_FUNCTIONS, SET_GRAD_ENABLED
 from ..draft import Draft
+from ..errors import TrainingError
+from ..userlines import where
 
 AUTOCAST = "dsv4_autocast"
 
@@ -41,6 +43,8 @@ def scope_modes(draft: Draft) -> Draft:
             del active[node.args[0]]
         elif node.target is SET_GRAD_ENABLED:
             grad_enabled = bool(node.args[0])
+            if grad_enabled:
+                _refuse_training(draft, node)
         elif node.target in INFERENCE_MODE_FUNCTIONS:
             pass
         else:
@@ -50,6 +54,15 @@ def scope_modes(draft: Draft) -> Draft:
     for node in reversed(removed):
         graph.erase_node(node)
     return replace(draft, leaves_grad=None if grad_enabled == torch.is_grad_enabled() else grad_enabled)
+
+
+def _refuse_training(draft: Draft, node: fx.Node) -> None:
+    for graph_input in draft.inputs:
+        if isinstance(graph_input.value, torch.Tensor) and graph_input.value.requires_grad:
+            raise TrainingError(
+                f"dsv4_piecewise is for inference, but grad is switched on at {where(node)} while "
+                f"{graph_input.name} requires grad: take torch.enable_grad() out of what is compiled"
+            )
 
 
 def autocast_of(node: fx.Node) -> tuple[tuple[Any, ...], ...]:

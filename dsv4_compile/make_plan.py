@@ -10,12 +10,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .compat import expr_of, op_name
+from .compat import expr_of, hint_of, op_name
 from .config import Config, runner_reason
 from .draft import Draft, GraphInput, Provenance, TensorMeta, Unit
 from .ops.registry import find_op
-from .plan import Plan, PlanOp, PlanUnit, PlanValue
+from .plan import Plan, PlanOp, PlanSlot, PlanUnit, PlanValue, PlanWorkspace
 from .reasons import why_split
+from .runtime.sizes import Sizes
+from .runtime.workspace import aligned, extent_bytes, place_slots
 from .userlines import where
 
 
@@ -31,6 +33,10 @@ def make_plan(draft: Draft, config: Config) -> Plan:
         scalars=tuple(_scalars(draft, by_node)),
         units=tuple(_units(draft, by_node)),
         inputs=tuple(_value(draft, i.node, by_node) for i in draft.inputs if i.provenance is not Provenance.SIZE),
+        traced_sizes=tuple(
+            (str(symbol), hint_of(node.meta["example_value"])) for symbol, node in draft.symbols.items()
+        ),
+        workspace=_workspace(draft),
         notes=draft.notes + tuple(_uncalled(draft, config)),
     )
 
@@ -124,6 +130,28 @@ def layout(result: Any) -> str:
         return "number"
     sizes = ", ".join(str(expr_of(size)) for size in result.shape)
     return f"[{sizes}] {str(result.dtype).removeprefix('torch.')}"
+
+
+def _workspace(draft: Draft) -> PlanWorkspace:
+    sizes = Sizes({symbol: hint_of(node.meta["example_value"]) for symbol, node in draft.symbols.items()})
+    placement = place_slots(draft.slots, sizes)
+    names = {-1: "start", **{index: unit.name for index, unit in enumerate(draft.units)}, len(draft.units): "end"}
+    slots = tuple(
+        PlanSlot(
+            name=slot.node.name,
+            offset=offset,
+            nbytes=aligned(extent_bytes(slot.meta, sizes)),
+            first=names[slot.first],
+            last=names[slot.last],
+        )
+        for slot, offset in zip(draft.slots, placement.offsets, strict=True)
+    )
+    return PlanWorkspace(
+        slots=slots,
+        planned=placement.planned,
+        lower_bound=placement.lower_bound,
+        unshared=placement.unshared,
+    )
 
 
 def _uncalled(draft: Draft, config: Config) -> Iterator[str]:

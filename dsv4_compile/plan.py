@@ -79,6 +79,40 @@ class PlanUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSlot:
+    """A value in the workspace.
+
+    Attributes:
+        name: of the value.
+        offset, nbytes: where it lies in the arena and how much room it takes, for the sizes of the trace.
+        first, last: the units between which it must live; "start" and "end" for the edges of the call.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanWorkspace:
+    """The workspace of a captured call with the sizes of the trace, in bytes.
+
+    Attributes:
+        slots: in the order in which they are made.
+        planned: the arena needed.
+        lower_bound: the largest sum of bytes alive at once.
+        unshared: what it would be if no two values shared memory.
+    """
+
+    slots: tuple[PlanSlot, ...]
+    planned: int
+    lower_bound: int
+    unshared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the backend makes of one graph; `str()` gives the report, `to_json()` the same for programs.
 
@@ -91,6 +125,8 @@ class Plan:
         scalars: host scalars that are part of the bucket.
         units: pieces and regions in program order.
         inputs: the graph's tensor inputs.
+        traced_sizes: the sizes that the trace had, for which the workspace is shown.
+        workspace: where values that cross between captured pieces and regions live.
         notes: remarks, such as an op in `split_ops` that the graph never calls.
     """
 
@@ -102,6 +138,8 @@ class Plan:
     scalars: tuple[str, ...]
     units: tuple[PlanUnit, ...]
     inputs: tuple[PlanValue, ...]
+    traced_sizes: tuple[tuple[str, int], ...]
+    workspace: PlanWorkspace
     notes: tuple[str, ...]
 
     @property

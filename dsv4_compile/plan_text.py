@@ -33,6 +33,9 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield "inputs"
         yield from _inputs(plan.inputs)
+    if plan.workspace.slots:
+        yield ""
+        yield from _workspace(plan)
 
 
 def _sizes(plan: Plan) -> Iterator[str]:
@@ -103,6 +106,19 @@ def _wrapped(label: str, items: Sequence[str], prefix: str = "") -> Iterator[str
             break_long_words=False,
             break_on_hyphens=False,
         )
+
+
+def _workspace(plan: Plan) -> Iterator[str]:
+    """One line a slot, by offset: who shares an address with whom shows at a glance."""
+    workspace = plan.workspace
+    at = ", ".join(f"{symbol} = {value}" for symbol, value in plan.traced_sizes)
+    yield f"workspace{f' at {at}' if at else ''}"
+    yield (
+        f"    {workspace.planned} bytes planned, {workspace.lower_bound} is the lower bound, "
+        f"{workspace.unshared} if nothing were shared"
+    )
+    for slot in sorted(workspace.slots, key=lambda slot: slot.offset):
+        yield f"    {slot.offset:>8}  {slot.name} ({slot.nbytes} bytes, {slot.first} to {slot.last})"
 
 
 def _inputs(inputs: Sequence[PlanValue]) -> Iterator[str]:

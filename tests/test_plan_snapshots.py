@@ -343,7 +343,7 @@ piece_1  captured, 4 ops
 
 def test_inputs_by_provenance() -> None:
     assert_expected_inline(
-        str(layer_plan(4, "narrow")).partition("\n\ninputs\n")[2],
+        str(layer_plan(4, "narrow")).partition("\n\ninputs\n")[2].partition("\n\nworkspace")[0],
         """\
     user input
         hidden_states [s47, 40] float32
@@ -366,6 +366,27 @@ def test_inputs_by_provenance() -> None:
     buffer
         rotary.cos_sin [1024, 8] float32
     weight: 15 tensors""",
+    )
+
+
+def test_workspace_of_a_layer() -> None:
+    assert_expected_inline(
+        str(layer_plan(4, "narrow")).partition("\n\nworkspace")[2],
+        """\
+ at s47 = 13
+    63232 bytes planned, 63232 is the lower bound, 68864 if nothing were shared
+           0  rotated_1 (46592 bytes, piece_0 to region_0)
+           0  output (2304 bytes, piece_1 to end)
+       46592  rotated (6400 bytes, piece_0 to region_0)
+       52992  l_hidden_states_ (2304 bytes, start to piece_0)
+       52992  out (6400 bytes, region_0 to piece_1)
+       55296  l_step_swa_slot_mapping (256 bytes, start to piece_0)
+       55552  l_step_c4_state_block_table (256 bytes, start to piece_0)
+       55808  l_step_c4_state_slot_mapping (256 bytes, start to piece_0)
+       56064  l_step_c4_slot_mapping (256 bytes, start to piece_0)
+       59392  scaled (3328 bytes, piece_0 to region_0)
+       62720  l_positions_ (256 bytes, start to piece_1)
+       62976  l_step_token_to_req (256 bytes, start to region_0)""",
     )
 
 

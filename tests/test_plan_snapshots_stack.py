@@ -271,6 +271,37 @@ piece_3  captured, 7 ops
     )
 
 
+def test_workspace_of_a_stack_is_shared_by_its_layers() -> None:
+    assert_expected_inline(
+        str(stack_plan("narrow")).partition("\n\nworkspace")[2],
+        """\
+ at s72 = 13
+    69632 bytes planned, 69632 is the lower bound, 102912 if nothing were shared
+           0  rotated (6400 bytes, piece_0 to region_0)
+           0  rotated_2 (46592 bytes, piece_1 to region_1)
+           0  rotated_3 (6400 bytes, piece_2 to region_2)
+           0  logits (5120 bytes, piece_3 to end)
+        6400  l_input_ids_ (256 bytes, start to piece_0)
+        6400  out_2 (6400 bytes, region_2 to piece_3)
+       12800  hidden_states_2 (2304 bytes, piece_2 to piece_3)
+       46592  out (6400 bytes, region_0 to piece_1)
+       46592  out_1 (6400 bytes, region_1 to piece_2)
+       52992  rotated_1 (6400 bytes, piece_1 to region_1)
+       59392  scaled (3328 bytes, piece_1 to region_1)
+       62720  hidden_states (2304 bytes, piece_0 to piece_1)
+       65024  hidden_states_1 (2304 bytes, piece_1 to piece_2)
+       67328  l_positions_ (256 bytes, start to piece_3)
+       67584  l_step_swa_slot_mapping (256 bytes, start to piece_2)
+       67840  l_step_token_to_req (256 bytes, start to region_2)
+       68096  l_step_c4_state_block_table (256 bytes, start to piece_1)
+       68352  l_step_c4_state_slot_mapping (256 bytes, start to piece_1)
+       68608  l_step_c4_slot_mapping (256 bytes, start to piece_1)
+       68864  l_step_c128_state_block_table (256 bytes, start to piece_2)
+       69120  l_step_c128_state_slot_mapping (256 bytes, start to piece_2)
+       69376  l_step_c128_slot_mapping (256 bytes, start to piece_2)""",
+    )
+
+
 def test_layers_of_one_kind_share_their_pieces() -> None:
     plan = stack_plan("narrow", (4, 128, 4, 128, 4, 128))
     # layers + 1 pieces: head of layer 0, five joints, tail. Joints after C4A are equal, and those after C128A are.

@@ -38,12 +38,14 @@ from .program import BuildContext, build_program
 from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
 from .uncaptured import UncapturedCallable
-from .workspace import Arenas, place_slots
+from .workspace import Arenas, Placement, place_slots, reuse_placement
 
 _live: weakref.WeakSet[CapturedCallable] = weakref.WeakSet()
 _graph_numbers = itertools.count()
 # An input that is written and was found at a new address more often than this is staged and written back from then on.
 MOVES_TOLERATED = 2
+# Buckets remembered as warm; host scalars make new ones without end, and the oldest may warm up again.
+WARM_BUCKETS = 1024
 
 
 class CapturedCallable:
@@ -63,7 +65,7 @@ class CapturedCallable:
         self._draft = draft
         self._config = config
         self._engine = engine
-        self._limits = Limits(config, tokens, bound)
+        self._limits = Limits(config, tokens, bound, draft.slots)
         self._uncaptured = UncapturedCallable(draft)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
@@ -76,7 +78,7 @@ class CapturedCallable:
 
     def _start_empty(self) -> None:
         self._entries = Entries()
-        self._warm: set[tuple[Any, ...]] = set()
+        self._warm: dict[tuple[Any, ...], None] = {}  # in order of age
         self._moves: dict[fx.Node, set[int]] = {}
         self._arenas = Arenas(self._engine, graph_device(self._draft))
         self._pool = self._engine.make_pool()
@@ -117,22 +119,27 @@ class CapturedCallable:
         if self._limits.excludes(sizes):
             return self._uncaptured(*args)
         if bucket not in self._warm:
-            self._warm.add(bucket)
-            return self._uncaptured(*args)
+            result = self._uncaptured(*args)
+            self._note_warm(bucket)  # only now: a call that failed half-way has warmed up half of it
+            return result
         key = self._settle_moving_inputs(key, args)
         anchors = self._keys.anchors(args)
-        is_again = self._entries.drop_stale(bucket, anchors)
+        self._entries.drop_stale(bucket, anchors)
         if self._entries.count(anchors) >= self._config.max_captures:
             self._limits.warn_full(self._config.max_captures)
             return self._uncaptured(*args)
         overlap = OverlapCheck(self._draft, args)
-        arena_and_placement = None if overlap.check(args) else self._fit(sizes)
-        if arena_and_placement is None:
+        if overlap.check(args):
             return self._uncaptured(*args)
-        program, result = build_program(self._context(sizes, bucket, *arena_and_placement), args)
-        self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
+        program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
+        is_again = self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
         return result
+
+    def _note_warm(self, bucket: tuple[Any, ...]) -> None:
+        self._warm[bucket] = None
+        if len(self._warm) > WARM_BUCKETS:
+            del self._warm[next(iter(self._warm))]
 
     def _settle_moving_inputs(self, key: Key, args: tuple[Any, ...]) -> Key:
         """Stop binding written inputs that keep moving; the programs that bound them are of no use any more."""
@@ -149,16 +156,22 @@ class CapturedCallable:
         self._set_roles(roles)
         return self._keys.read(args)
 
-    def _fit(self, sizes: Sizes) -> tuple[torch.Tensor, Any] | None:
-        """An arena and where the slots of the bucket lie in it; None if the arena is locked and too small."""
-        largest = self._limits.largest(sizes)
-        if largest is not None:
-            self._arenas.lock_at(place_slots(self._draft.slots, largest).planned)
-        placement = place_slots(self._draft.slots, sizes)
-        arena = self._arenas.fit(placement.planned)
-        return None if arena is None else (arena, placement)
+    def _fit(self, sizes: Sizes) -> tuple[torch.Tensor, Placement]:
+        """An arena and where the slots of the bucket lie in it."""
+        slots, largest = self._draft.slots, self._limits.largest(sizes)
+        placement = place_slots(slots, sizes)
+        if largest is None:
+            return self._arenas.fit(placement.planned), placement
+        at_largest = place_slots(slots, largest)
+        arena = self._arenas.locked_at(at_largest.planned)
+        if placement.planned > arena.numel():
+            # greedy placement may need more for less; no slot is larger here, so the largest bucket's offsets hold
+            placement = reuse_placement(slots, sizes, at_largest)
+        return arena, placement
 
-    def _context(self, sizes: Sizes, bucket: tuple[Any, ...], arena: torch.Tensor, placement: Any) -> BuildContext:
+    def _context(
+        self, sizes: Sizes, bucket: tuple[Any, ...], arena: torch.Tensor, placement: Placement
+    ) -> BuildContext:
         return BuildContext(
             draft=self._draft,
             roles=self._roles,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from .keys import Key, OverlapCheck
 from .program import Program
 
 Anchors = tuple[int, ...]
+Bucket = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +28,18 @@ class Entry:
 
     program: Program
     overlap: OverlapCheck
-    bucket: tuple[object, ...]
+    bucket: Bucket
     anchors: Anchors
 
 
 class Entries:
     """Maps keys to entries. Changes are made under the lock of the callable, except that a finaliser may drop entries
-    at any time: dropping one takes a single dictionary operation, and whoever runs its program holds it."""
+    at any time: dropping one takes single dictionary operations, and whoever runs its program holds it."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._references: dict[Key, list[weakref.ref[Tensor]]] = {}
+        self._stale: set[Bucket] = set()
 
     def get(self, key: Key) -> Entry | None:
         """The entry of a key."""
@@ -47,36 +49,40 @@ class Entries:
         """Every entry."""
         return list(self._entries.values())
 
-    def add(self, key: Key, entry: Entry, owned: Sequence[Tensor]) -> None:
-        """Keep an entry for as long as all of `owned` live."""
-        entries = self._entries
+    def add(self, key: Key, entry: Entry, owned: Sequence[Tensor]) -> bool:
+        """Keep an entry for as long as all of `owned` live.
+
+        Returns:
+            Whether its bucket had been captured before, with addresses that no longer hold.
+        """
+        entries, references, stale = self._entries, self._references, self._stale
 
         def forget(_: object) -> None:
-            entries.pop(key, None)
+            references.pop(key, None)
+            if entries.pop(key, None) is not None:
+                stale.add(entry_bucket)
 
-        self._references[key] = [weakref.ref(tensor, forget) for tensor in owned]
+        entry_bucket = entry.bucket  # not the entry, which would then live as long as its tensors
+        references[key] = [weakref.ref(tensor, forget) for tensor in owned]
         entries[key] = entry
+        is_again = entry_bucket in stale
+        stale.discard(entry_bucket)
+        return is_again
 
     def count(self, anchors: Anchors) -> int:
         """How many buckets are captured with these parameters and buffers."""
         return sum(entry.anchors == anchors for entry in self.all())
 
-    def drop_stale(self, bucket: tuple[object, ...], anchors: Anchors) -> bool:
-        """Drop entries whose parameters moved or died, and one that this bucket's new capture replaces.
-
-        Returns:
-            Whether the bucket had been captured before, with addresses that no longer hold.
-        """
-        stale = [key for key, entry in list(self._entries.items()) if self._has_moved(key, entry)]
-        stale += [
-            key for key, entry in list(self._entries.items()) if (entry.bucket, entry.anchors) == (bucket, anchors)
-        ]
-        dropped = self._drop(stale)
-        return any(entry.bucket == bucket for entry in dropped)
+    def drop_stale(self, bucket: Bucket, anchors: Anchors) -> None:
+        """Drop entries whose parameters moved, and the one that a new capture of this bucket replaces."""
+        for key, entry in list(self._entries.items()):
+            if self._has_moved(key, entry) or (entry.bucket, entry.anchors) == (bucket, anchors):
+                self._drop(key)
 
     def clear(self) -> None:
         """Drop all."""
-        self._drop(list(self._entries))
+        for key in list(self._entries):
+            self._drop(key)
 
     def _has_moved(self, key: Key, entry: Entry) -> bool:
         tensors = [reference() for reference in self._references.get(key, [])]
@@ -85,11 +91,9 @@ class Entries:
             for tensor, address in zip(tensors, entry.anchors, strict=True)
         )
 
-    def _drop(self, keys: Iterable[Key]) -> list[Entry]:
-        dropped = []
-        for key in keys:
-            self._references.pop(key, None)
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                dropped.append(entry)
-        return dropped
+    def _drop(self, key: Key) -> None:
+        self._references.pop(key, None)
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._stale.add(entry.bucket)
+            entry.program.release()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,23 @@ from .capture_state import recording
 from .engine import Recording, allocate_poisoned
 from .host_pool import HostPool
 from .host_recorder import Recorder
+
+
+class HostRecording(Recording):
+    """A recording whose replay is not subject to autocast: the casts were recorded, and would be made twice."""
+
+    def __init__(self, name: str, launches: list[Callable[[], None]], keep_alive: list[Any]) -> None:
+        super().__init__(name, launches, keep_alive)
+        replay_as_is = self.replay
+
+        def replay() -> None:
+            if torch.is_autocast_enabled("cpu"):
+                with torch.autocast("cpu", enabled=False):
+                    replay_as_is()
+            else:
+                replay_as_is()
+
+        self.replay = replay
 
 
 class HostEngine:
@@ -47,7 +65,7 @@ class HostEngine:
         """See `Engine.warm_up`."""
         run()
 
-    def capture(self, run: Callable[[], None], pool: HostPool, *, name: str) -> Recording:
+    def capture(self, run: Callable[[], None], pool: HostPool, *, name: str) -> HostRecording:
         """See `Engine.capture`."""
         recorder = self.make_recorder(pool, name)
         with recording(name):
@@ -59,7 +77,7 @@ class HostEngine:
                 raise
         if not launches:
             warnings.warn(f"the graph of {name} is empty: it launches no kernel", stacklevel=2)
-        return Recording(name, launches, list(recorder.used_blocks()))
+        return HostRecording(name, launches, recorder.used_blocks())
 
     def make_recorder(self, pool: HostPool, name: str) -> Recorder:
         """A recorder for one capture."""

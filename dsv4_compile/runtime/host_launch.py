@@ -1,29 +1,20 @@
-"""One recorded kernel, and how it becomes a call without arguments.
-
-The call that is fastest to make is the public function with its arguments bound: `partial(torch.mm, a, b, out=c)`
-takes about half the time of the op `aten::mm.out` itself. A public function picks an overload by itself, so it is only
-taken once a dry run has shown that both calls reach the dispatcher alike.
-
-Everything else is bound to the op's CPU kernel below autocast and autograd, whose work was recorded already: replaying
-`mm` through autocast would cast a second time.
-"""
+"""One recorded kernel, and how it becomes a call without arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
-from .host_ops import bind_kernel, is_opaque
+from .host_ops import is_opaque
 from .host_pool import Block, Lease
+from .host_public import bind_fastest
 from .host_twins import TENSOR_OPTIONS, out_names, out_twin
 from .host_values import leaves_of, map_leaves
 
@@ -99,25 +90,12 @@ class Launch:
         twin = out_twin(self.func)
         if twin is None:
             targets = [None if operand is None else operand.tensor for operand in self.returns]
-            return partial(_run_and_copy, self.func, bind_kernel(self.func, args, kwargs), targets)
+            run = bind_fastest(self.func, args, kwargs)
+            if len(targets) == 1:
+                return partial(_run_and_copy_one, self.func.name(), run, results[0])
+            return partial(_run_and_copy, self.func.name(), run, targets)
         kept = {name: value for name, value in kwargs.items() if name not in TENSOR_OPTIONS}
         return bind_fastest(twin, args, kept | dict(zip(out_names(twin), results, strict=True)))
-
-
-def bind_fastest(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Bind a public function if it is the same call, else the kernel."""
-    for public in _public_calls(func, args, kwargs):
-        if is_same_call(public, partial(func, *args, **kwargs)):
-            return public
-    return bind_kernel(func, args, kwargs)
-
-
-def is_same_call(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
-    """Whether both reach the dispatcher with the same op and the same values; nothing runs."""
-    try:
-        return _same(_DryRun.calls_of(one), _DryRun.calls_of(other))
-    except (TypeError, ValueError, RuntimeError):
-        return False  # the public function takes no such arguments
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -129,59 +107,20 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (1 + reach) * tensor.element_size()
 
 
-def _run_and_copy(func: OpOverload, run: Callable[[], Any], targets: list[Tensor | None]) -> None:
+def _run_and_copy(name: str, run: Callable[[], Any], targets: list[Tensor | None]) -> None:
     for target, value in zip(targets, leaves_of(run()), strict=True):
         if target is not None:
-            if value.size() != target.size() or value.dtype != target.dtype:
-                raise CaptureError(
-                    f"{func.name()} returned {value.dtype} {list(value.size())}, but its fake (meta) kernel said "
-                    f"{target.dtype} {list(target.size())}: correct the fake, torch.library.opcheck finds such faults"
-                )
-            target.copy_(value)
+            _copy_result(name, target, value)
 
 
-def _public_calls(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[], Any]]:
-    """Public functions that may be this op, with the arguments bound."""
-    tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
-    if func.namespace != "aten" or not tensors:
-        return  # without a tensor among them, a default device of the caller would get into the call
-    outs = out_names(func)
-    if outs:
-        values = tuple(kwargs[name] for name in outs)
-        others = {name: value for name, value in kwargs.items() if name not in outs}
-        for home in (torch, torch._C._nn):
-            function = getattr(home, func._opname, None)
-            if isinstance(function, BuiltinFunctionType):
-                yield partial(function, *args, **others, out=values if len(values) > 1 else values[0])
-    elif isinstance(args[0], Tensor) and hasattr(args[0], func._opname):
-        yield partial(getattr(args[0], func._opname), *args[1:], **kwargs)
+def _run_and_copy_one(name: str, run: Callable[[], Any], target: Tensor) -> None:
+    _copy_result(name, target, run())
 
 
-class _DryRun(TorchDispatchMode):
-    """Notes what reaches the dispatcher and runs none of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-
-    @classmethod
-    def calls_of(cls, call: Callable[[], Any]) -> list[Any]:
-        mode = cls()
-        with mode:
-            call()
-        return mode.calls
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.calls.append((func, args, kwargs))
-        written = [a.name for a in func._schema.arguments if a.is_out]
-        values = [kwargs[name] for name in written] if written else list(args[: len(func._schema.returns)])
-        return values[0] if len(values) == 1 else values
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and one == other)
+def _copy_result(name: str, target: Tensor, value: Tensor) -> None:
+    if value.size() != target.size() or value.dtype != target.dtype:
+        raise CaptureError(
+            f"{name} returned {value.dtype} {list(value.size())}, but its fake (meta) kernel said {target.dtype} "
+            f"{list(target.size())}: correct the fake, torch.library.opcheck finds such faults"
+        )
+    target.copy_(value)

@@ -73,7 +73,7 @@ def why_opaque_is_refused(func: OpOverload) -> str | None:
 
 
 def bind_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
-    """The op's CPU kernel with its arguments bound, below autocast and autograd where the dispatcher allows it."""
+    """The op's CPU kernel with its arguments bound, without the detour over autograd where possible."""
     for argument, value in argument_values(func, args, kwargs):
         if str(argument.type) == "Tensor" and isinstance(value, (bool, int, float, complex)):
             return partial(func, *args, **kwargs)  # `redispatch` takes no numbers for tensors

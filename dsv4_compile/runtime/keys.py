@@ -23,7 +23,8 @@ class KeyReader:
     Args:
         draft: the graph.
         roles: of its inputs.
-        check_addresses: False trusts the caller to keep every static input where it was.
+        check_addresses: False trusts the caller to keep every static input where it was; instances of a model are
+            then told apart by which parameters and buffers they have.
     """
 
     def __init__(self, draft: Draft, roles: Mapping[fx.Node, InputRole], *, check_addresses: bool) -> None:
@@ -42,7 +43,7 @@ class KeyReader:
         if self._scalars:
             bucket += tuple([_hashable(args[position].item()) for position in self._scalars])
         if not self._read_addresses:
-            return bucket, ()
+            return bucket, tuple([id(args[position]) for position in self._owned])
         return bucket, tuple([args[position].data_ptr() for position in self.addressed])
 
     def owned_tensors(self, args: Sequence[Any]) -> list[Tensor]:

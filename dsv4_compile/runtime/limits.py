@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import sympy
 
+from ..compat import expr_of
 from ..config import Config
+from ..draft import Slot
 from .sizes import Sizes
 
 log = logging.getLogger("dsv4_compile")
@@ -19,12 +22,14 @@ class Limits:
         config: the options.
         tokens: the token count as an expression of the size symbols; None if the graph has none.
         bound: the largest token count, where options or the shape environment know it.
+        slots: what the arena has to hold.
     """
 
-    def __init__(self, config: Config, tokens: sympy.Expr | None, bound: int | None) -> None:
+    def __init__(self, config: Config, tokens: sympy.Expr | None, bound: int | None, slots: Sequence[Slot]) -> None:
         self._config = config
         self._tokens = tokens
         self._bound = bound
+        self._largest = None if tokens is None or bound is None else _largest_symbols(tokens, bound, slots)
         self._has_warned = False
 
     def excludes(self, sizes: Sizes) -> bool:
@@ -37,13 +42,31 @@ class Limits:
         return tokens == 0 or above or (listed is not None and tokens not in listed)
 
     def largest(self, sizes: Sizes) -> Sizes | None:
-        """The sizes of the largest bucket, other sizes as in this call; None if there is no bound on tokens."""
-        if self._bound is None or self._tokens is None or not self._tokens.is_Symbol:
-            return None
-        return sizes.with_value(self._tokens, max(self._bound, sizes.of_expr(self._tokens)))
+        """The sizes of the largest bucket; None if slots depend on sizes that have no bound.
+
+        An arena for the largest token count alone would be too small once another size grows.
+        """
+        return None if self._largest is None else sizes.with_values(self._largest)
 
     def warn_full(self, most: int) -> None:
         """Say once that new buckets run uncaptured."""
         if not self._has_warned:
             self._has_warned = True
             log.warning("max_captures=%d buckets are captured; new ones run uncaptured from now on", most)
+
+
+def _largest_symbols(tokens: sympy.Expr, bound: int, slots: Sequence[Slot]) -> dict[sympy.Symbol, int] | None:
+    """The value of the one size symbol at which the token count reaches its bound, if slots depend on no other."""
+    free: set[sympy.Symbol] = set()
+    for slot in slots:
+        free |= {symbol for size in (*slot.meta.shape, *slot.meta.stride) for symbol in expr_of(size).free_symbols}
+    if not free:
+        return {}
+    if free != tokens.free_symbols or len(free) != 1:
+        return None
+    (symbol,) = free
+    if tokens == symbol:
+        return {symbol: bound}
+    unknown = sympy.Symbol("unknown", positive=True)  # the symbol itself may carry assumptions that hinder solving
+    solutions = sympy.solve(tokens.xreplace({symbol: unknown}) - bound, unknown)
+    return {symbol: int(sympy.floor(solutions[0]))} if len(solutions) == 1 and solutions[0].is_real else None

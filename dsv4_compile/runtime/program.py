@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class _Builder:
         """Capture a piece that writes its results into their slots, and replay it."""
         inputs = [self._values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
-        run = partial_piece(unit.gm, inputs, slots)
+        run = bind_piece(unit.gm, inputs, slots)
         captured = self._context.engine.capture(run, self._context.pool, name=f"{unit.name} of {self._context.title}")
         self._captured.append(captured)
         replay: Callable[[], Any] = captured.replay
@@ -279,12 +280,14 @@ class _Builder:
             self._source.line(f"{self._source.name_of(copy, 'hand_out')}({self._source.name_of(slot, 'tensor')})")
             self._bind(node, copy(slot))
             return
-        clone = slot.clone
+        clone: Callable[[], Tensor] = slot.clone
+        if clone().stride() != slot.stride():  # it closes gaps between strides
+            clone = partial(_clone_with_gaps, slot)
         self._source.line(f"v_{node.name} = {self._source.name_of(clone, 'clone')}()")
         self._values[node], self._operands[node] = clone(), f"v_{node.name}"
 
 
-def partial_piece(gm: fx.GraphModule, inputs: Sequence[Any], slots: Sequence[Tensor]) -> Callable[[], None]:
+def bind_piece(gm: fx.GraphModule, inputs: Sequence[Any], slots: Sequence[Tensor]) -> Callable[[], None]:
     """A piece with its inputs bound, writing its results into slots."""
 
     def run() -> None:
@@ -292,6 +295,10 @@ def partial_piece(gm: fx.GraphModule, inputs: Sequence[Any], slots: Sequence[Ten
             slot.copy_(result)
 
     return run
+
+
+def _clone_with_gaps(slot: Tensor) -> Tensor:
+    return torch.empty_strided(slot.size(), slot.stride(), dtype=slot.dtype, device=slot.device).copy_(slot)
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:

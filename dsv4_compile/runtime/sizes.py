@@ -30,9 +30,9 @@ class Sizes:
             self._known[expr] = int(expr.xreplace(self._values))
         return self._known[expr]
 
-    def with_value(self, symbol: sympy.Symbol, value: int) -> Sizes:
-        """The same sizes but for one symbol."""
-        return Sizes({**{known: int(of) for known, of in self._values.items()}, symbol: value})
+    def with_values(self, values: Mapping[sympy.Symbol, int]) -> Sizes:
+        """The same sizes but for some symbols."""
+        return Sizes({**{symbol: int(value) for symbol, value in self._values.items()}, **values})
 
     def all_of(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         """The values of several."""

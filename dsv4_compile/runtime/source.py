@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
+_numbers = itertools.count()  # names tracebacks apart
 Operands = Mapping[fx.Node, str]
 
 
@@ -65,9 +68,11 @@ class SourceWriter:
     def function(self) -> Callable[[tuple[Any, ...]], Any]:
         """The compiled function; a traceback shows its lines."""
         source = self.text()
-        path = f"<dsv4_compile {self._title}>"
+        path = f"<dsv4_compile program {next(_numbers)}: {self._title}>"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
         scope = dict(self._objects)
         exec(compile(source, path, "exec"), scope)  # our own text, from the plan
-        function: Callable[[tuple[Any, ...]], Any] = scope["program"]
+        # taken out of its own globals, or it would live until the garbage collector finds the cycle
+        function: Callable[[tuple[Any, ...]], Any] = scope.pop("program")
+        weakref.finalize(function, linecache.cache.pop, path, None)
         return function

@@ -56,10 +56,27 @@ def place_slots(slots: Sequence[Slot], sizes: Sizes) -> Placement:
     Raises:
         PlanError: two slots alive at the same time would share a byte; a fault of this module.
     """
-    requests = [Request(aligned(extent_bytes(slot.meta, sizes)), slot.first, slot.last) for slot in slots]
+    requests = _requests(slots, sizes)
     placement = place(requests)
     check_placement(requests, placement)
     return placement
+
+
+def reuse_placement(slots: Sequence[Slot], sizes: Sizes, larger: Placement) -> Placement:
+    """The offsets of a larger bucket for a smaller one, checked as its own would be.
+
+    Raises:
+        PlanError: some slot is larger in the smaller bucket.
+    """
+    requests = _requests(slots, sizes)
+    unshared = sum(request.nbytes for request in requests)
+    placement = Placement(larger.offsets, larger.planned, _largest_live_sum(requests), unshared)
+    check_placement(requests, placement)
+    return placement
+
+
+def _requests(slots: Sequence[Slot], sizes: Sizes) -> list[Request]:
+    return [Request(aligned(extent_bytes(slot.meta, sizes)), slot.first, slot.last) for slot in slots]
 
 
 def place(requests: Sequence[Request]) -> Placement:
@@ -140,25 +157,16 @@ class Arenas:
         self._engine = engine
         self._device = device
         self._last: Tensor | None = None
-        self._locked = False
 
-    def lock_at(self, nbytes: int) -> None:
-        """Make the one arena, unless it is there."""
-        if not self._locked:
+    def locked_at(self, nbytes: int) -> Tensor:
+        """The one arena, made at the first call and never again."""
+        if self._last is None:
             self._last = self._engine.allocate(nbytes, self._device)
-            self._locked = True
-
-    def fit(self, nbytes: int) -> Tensor | None:
-        """An arena of at least that many bytes; None if the one arena is locked and too small."""
-        if self._last is not None and self._last.numel() >= nbytes:
-            return self._last
-        if self._locked:
-            return None
-        last = 0 if self._last is None else self._last.numel()
-        self._last = self._engine.allocate(max(nbytes, 2 * last), self._device)
         return self._last
 
-    def release(self) -> None:
-        """Forget the arenas; captured programs still hold theirs."""
-        self._last = None
-        self._locked = False
+    def fit(self, nbytes: int) -> Tensor:
+        """An arena of at least that many bytes: the last one, or a new generation."""
+        if self._last is None or self._last.numel() < nbytes:
+            last = 0 if self._last is None else self._last.numel()
+            self._last = self._engine.allocate(max(nbytes, 2 * last), self._device)
+        return self._last

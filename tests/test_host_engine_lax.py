@@ -5,7 +5,6 @@ reason, and say nothing.
 """
 
 import contextlib
-import functools
 import gc
 
 import pytest
@@ -14,7 +13,7 @@ from engine_examples import EXAMPLES
 from engine_surroundings import EXAMPLES as SURROUNDINGS
 
 from dsv4_compile.errors import CaptureError
-from dsv4_compile.runtime import capture_state, host_launch
+from dsv4_compile.runtime import capture_state, host
 from dsv4_compile.runtime.engine import Recording
 from dsv4_compile.runtime.host import HostEngine
 from dsv4_compile.runtime.host_launch import Operand
@@ -238,11 +237,7 @@ PATCHED = {
     "autocast_keeps_no_cast_of_a_recording": (capture_state, "_no_autocast_cache", contextlib.nullcontext),
     "captures_of_two_threads_exclude_each_other": (capture_state, "_capture_lock", contextlib.nullcontext()),
     "only_the_recording_thread_is_capturing": (capture_state, "_recorded", type("", (), {"name": None})()),
-    "autocast_is_recorded_and_not_applied_twice": (
-        host_launch,
-        "bind_kernel",
-        lambda func, args, kwargs: functools.partial(func, *args, **kwargs),
-    ),
+    "autocast_is_recorded_and_not_applied_twice": (host, "HostRecording", Recording),
 }
 
 

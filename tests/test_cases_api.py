@@ -186,7 +186,6 @@ def test_b52_frozen_parameters_and_an_input_that_requires_grad(setup: Setup) -> 
         assert torch.equal(pair.compiled(x), pair.original(x))  # grad mode on, nothing requires grad
 
 
-@pytest.mark.xfail(strict=True, reason="F4: grad enabled inside the function is dropped")
 @everywhere
 def test_b52_grad_enabled_inside_is_not_silently_dropped(setup: Setup) -> None:
     def f(x, w):

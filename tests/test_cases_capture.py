@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from case_helpers import Pair, Setup, assert_same, check, everywhere, reasons, rows
+from case_helpers import Pair, Setup, assert_same, check, everywhere, everywhere_but, reasons, rows
 from torch import Tensor
 from toy_ops import SPLIT, Host
 
@@ -44,7 +44,6 @@ def test_b38_host_sync_breaks_the_graph(setup: Setup, function) -> None:
     check(setup, function, x_only, steady=False)
 
 
-@pytest.mark.xfail(strict=True, reason="F2: a float read off an activation is a PlanError")
 @everywhere
 def test_b38_number_read_off_data_is_eager(setup: Setup) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
@@ -55,8 +54,7 @@ def test_b38_number_read_off_data_is_eager(setup: Setup) -> None:
     assert "cos" in {op.op for piece in plan.pieces for op in piece.ops}
 
 
-@pytest.mark.xfail(strict=True, reason="F3: a result whose size depends on data is a PlanError")
-@everywhere
+@everywhere_but("F10: a token count that depends on data is a TypeError")
 def test_b38_size_that_depends_on_data_is_eager(setup: Setup) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         check(setup, masked_rows, x_only, steady=False)
@@ -128,13 +126,16 @@ def test_b58_pieces_that_split_along_another_axis_are_no_copies(setup: Setup) ->
 
 
 class Cycle:
-    """Garbage that only the collector finds, and that works with tensors when it goes."""
+    """Garbage that only the collector finds, and that works with a tensor when it goes."""
 
-    def __init__(self, gone: list[Tensor]) -> None:
-        self.own, self.gone, self.tensor = self, gone, torch.ones(3)
+    gone = 0
+
+    def __init__(self, tally: Tensor) -> None:
+        self.own, self.tally = self, tally
 
     def __del__(self) -> None:
-        self.gone.append(self.tensor.add_(1))
+        Cycle.gone += 1
+        self.tally.add_(1)
 
 
 @everywhere
@@ -143,8 +144,9 @@ class Cycle:
 def test_b60_collection_during_a_call(
     setup: Setup, enabled: bool, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone: list[Tensor] = []
-    monkeypatch.setattr(Host, "function", staticmethod(lambda q: [q + 1, Cycle(gone), Cycle(gone)][0]))
+    tally = torch.zeros(())
+    monkeypatch.setattr(Cycle, "gone", 0)
+    monkeypatch.setattr(Host, "function", staticmethod(lambda q: [q + 1, Cycle(tally), Cycle(tally)][0]))
 
     def f(x):
         out = torch.empty_like(x)
@@ -162,8 +164,7 @@ def test_b60_collection_during_a_call(
         (gc.enable if was_enabled else gc.disable)()
         gc.set_threshold(*threshold)
     gc.collect()
-    assert gone
-    assert all(torch.equal(tensor, torch.full((3,), 2.0)) for tensor in gone)
+    assert tally == Cycle.gone > 0  # no finaliser was recorded, to run again with every replay
 
 
 @everywhere
@@ -209,25 +210,23 @@ class Stream:
 
 
 @everywhere
-def test_b60_work_forked_in_one_region_and_joined_in_the_next(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, results = Stream(), []
+def test_b60_work_forked_and_joined_inside_an_op(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
 
-    def fork_or_join(q):
-        if not results:
-            results.append(torch.zeros_like(q))
-            stream.work.put(lambda: results[0].copy_(q * 5))
-            return q
+    def fork_and_join(q):
+        side = torch.empty_like(q)
+        stream.work.put(lambda: torch.mul(q, 5, out=side))
+        here = q * 3
         stream.work.join()
-        return q + results.pop()
+        return here + side
 
-    monkeypatch.setattr(Host, "function", staticmethod(fork_or_join))
+    monkeypatch.setattr(Host, "function", staticmethod(fork_and_join))
 
     def f(x):
-        forked, joined = torch.empty_like(x), torch.empty_like(x)
-        toy.hook(x.sin(), forked)
-        h = forked.cos()
-        toy.hook(h, joined)
-        return joined * 2
+        first, second = torch.empty_like(x), torch.empty_like(x)
+        toy.hook(x.sin(), first)
+        toy.hook(first.cos(), second)
+        return first + second * 2
 
     check(setup, f, x_only, split_ops=(*SPLIT, "toy::hook"))
     stream.work.put(None)

@@ -61,10 +61,10 @@ def dsv4_piecewise(
         pieces_reused=len(draft.copies),
         regions=len(plan.regions),
     )
-    return make_callable(draft, config)
+    return make_callable(draft, config, artifacts)
 
 
-def make_callable(draft: Draft, config: Config) -> Callable[..., Any]:
+def make_callable(draft: Draft, config: Config, artifacts: Artifacts) -> Callable[..., Any]:
     """What runs the plan: captured programs, or the units one by one."""
     if draft.uncaptured is not None:
         log.warning("calls run uncaptured: %s", draft.uncaptured)
@@ -72,7 +72,9 @@ def make_callable(draft: Draft, config: Config) -> Callable[..., Any]:
         return UncapturedCallable(draft)
     tokens = token_count(draft)
     bound = config.token_bound or (None if tokens is None else upper_bound(tokens))
-    return CapturedCallable(draft, config, engine_for(config.engine, graph_device(draft)), tokens, bound)
+    engine = engine_for(config.engine, graph_device(draft))
+    show = artifacts.show_program
+    return CapturedCallable(draft, config, engine, tokens=tokens, bound=bound, show_program=show)
 
 
 def reset() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from .compat import expr_of, is_unbacked, op_name, wrapped_op
-from .draft import Access, Draft, Effects, Provenance, TensorMeta
+from .draft import Access, Draft, Provenance, TensorMeta
 from .ops.registry import Role, find_op
 
 
@@ -42,9 +43,9 @@ def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node],
     effects = draft.effects[node]
     if effects.uncapturable:
         return effects.uncapturable
-    if _has_unbacked_size(effects):
+    if has_unbacked_size(effects.result):
         return "its size depends on data"
-    sized = [arg.name for arg in node.all_input_nodes if _has_unbacked_size(draft.effects[arg])]
+    sized = [arg.name for arg in node.all_input_nodes if has_unbacked_size(draft.effects[arg].result)]
     if sized:
         return f"takes {sized[0]}, whose size depends on data"
     baked = sorted(arg.name for arg in node.all_input_nodes if arg in read_off_data)
@@ -95,8 +96,9 @@ def numbers_read_off_data(draft: Draft) -> set[fx.Node]:
     return found
 
 
-def _has_unbacked_size(effects: Effects) -> bool:
-    sizes = (size for meta in pytree.tree_leaves(effects.result) if isinstance(meta, TensorMeta) for size in meta.shape)
+def has_unbacked_size(result: Any) -> bool:
+    """Whether the shape of a result, or of an item of it, depends on data."""
+    sizes = (size for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta) for size in meta.shape)
     return any(is_unbacked(symbol) for size in sizes for symbol in expr_of(size).free_symbols)
 
 

@@ -6,6 +6,7 @@
     graph_0/00_dynamo.py, 01_resolve_targets.py, ...   the graph after each pass, with how many nodes it changed
     graph_0/piece_0.py, region_0.py, ...               each unit's own graph
     graph_0/plan.txt, plan.json
+    graph_0/program_16.py                              the straight-line program of each captured bucket
 
 Each compiled graph takes the next free `graph_<n>`; making the folder is what claims the number, so several threads
 or processes may share one `dump_dir`.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +56,10 @@ class Artifacts:
         for note in draft.notes:  # the plan has remarks of its own, which are no cause for worry
             log.warning("%s", note)
 
+    def show_program(self, bucket: Sequence[object], source: str) -> None:
+        """Show the program of a bucket that was captured."""
+        self._show(f"program_{'_'.join(map(_file_part, bucket)) or 'static'}.py", lambda: source)
+
     def _show(self, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
         if self._folder is not None:
             (self._folder / name).write_text(text() + "\n", encoding="utf-8")
@@ -74,6 +80,11 @@ def claim_folder(parent: Path) -> Path:
             raise OptionError(f"option dump_dir={str(parent)!r}: cannot make a folder there: {error}") from error
         return folder
     raise AssertionError("unreachable: there is always a next number")
+
+
+def _file_part(number: object) -> str:
+    """A size or host scalar as a part of a file name."""
+    return re.sub(r"[^0-9A-Za-z.+-]", "_", str(number))
 
 
 def _code(gm: fx.GraphModule) -> str:

@@ -30,7 +30,7 @@ from ..draft import Draft, InputRole
 from ..passes.scope_modes import autocast_of
 from ..reasons import graph_device
 from .engine import Engine
-from .entries import Entries, Entry
+from .entries import Bucket, Entries, Entry
 from .keys import Key, KeyReader, OverlapCheck
 from .limits import Limits
 from .modes import restored_modes
@@ -57,16 +57,25 @@ class CapturedCallable:
         engine: who records.
         tokens: the token count as an expression, or None.
         bound: the largest token count, if known.
+        show_program: is told the bucket and the text of each program.
     """
 
     def __init__(
-        self, draft: Draft, config: Config, engine: Engine, tokens: sympy.Expr | None, bound: int | None
+        self,
+        draft: Draft,
+        config: Config,
+        engine: Engine,
+        *,
+        tokens: sympy.Expr | None,
+        bound: int | None,
+        show_program: Callable[[Bucket, str], None],
     ) -> None:
+        self._show_program = show_program
         self._draft = draft
         self._config = config
         self._engine = engine
         self._limits = Limits(config, tokens, bound, draft.slots)
-        self._uncaptured = UncapturedCallable(draft)
+        self._uncaptured = UncapturedCallable(draft, check_layouts=True)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
         switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
@@ -78,7 +87,7 @@ class CapturedCallable:
 
     def _start_empty(self) -> None:
         self._entries = Entries()
-        self._warm: dict[tuple[Any, ...], None] = {}  # in order of age
+        self._warm: dict[Bucket, None] = {}  # in order of age
         self._moves: dict[fx.Node, set[int]] = {}
         self._arenas = Arenas(self._engine, graph_device(self._draft))
         self._pool = self._engine.make_pool()
@@ -133,10 +142,11 @@ class CapturedCallable:
             return self._uncaptured(*args)
         program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
         is_again = self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
+        self._show_program(bucket, program.source)
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
         return result
 
-    def _note_warm(self, bucket: tuple[Any, ...]) -> None:
+    def _note_warm(self, bucket: Bucket) -> None:
         self._warm[bucket] = None
         if len(self._warm) > WARM_BUCKETS:
             del self._warm[next(iter(self._warm))]
@@ -169,9 +179,7 @@ class CapturedCallable:
             placement = reuse_placement(slots, sizes, at_largest)
         return arena, placement
 
-    def _context(
-        self, sizes: Sizes, bucket: tuple[Any, ...], arena: torch.Tensor, placement: Placement
-    ) -> BuildContext:
+    def _context(self, sizes: Sizes, bucket: Bucket, arena: torch.Tensor, placement: Placement) -> BuildContext:
         return BuildContext(
             draft=self._draft,
             roles=self._roles,
@@ -190,11 +198,6 @@ class CapturedCallable:
         with self._lock:
             self._entries.clear()
             self._start_empty()
-
-    @property
-    def sources(self) -> dict[tuple[Any, ...], str]:
-        """The text of each program by bucket."""
-        return {entry.bucket: entry.program.source for entry in self._entries.all()}
 
 
 def release_all() -> None:

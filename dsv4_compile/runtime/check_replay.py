@@ -13,7 +13,7 @@ from ..errors import ReplayMismatchError
 
 
 class CheckedReplay:
-    """Runs a piece eagerly on clones of what it writes, replays it, and compares.
+    """Replays a piece, runs it eagerly on clones of what it writes, and compares.
 
     Args:
         draft: for the effects of the piece.
@@ -43,10 +43,11 @@ class CheckedReplay:
         clones = _clone_together([inputs[index] for index in self._written])
         for index, clone in zip(self._written, clones, strict=True):
             inputs[index] = clone
-        devices = {tensor.device for tensor in self._inputs if isinstance(tensor, Tensor) and tensor.is_cuda}
-        with torch.random.fork_rng(list(devices)):  # the replay draws the same numbers
-            expected = [result.clone() for result in self._unit.gm.forward(*inputs)]
-        self._replay()
+        devices = [tensor.device for tensor in self._inputs if isinstance(tensor, Tensor) and tensor.is_cuda]
+        with torch.random.fork_rng(list(set(devices))):
+            # first, so that what eager Python does now cannot repair what the replay left out
+            self._replay()
+        expected = [result.clone() for result in self._unit.gm.forward(*inputs)]  # draws the same numbers
         for node, slot, value in zip(self._unit.outputs, self._slots, expected, strict=True):
             self._compare(f"its result {node.name}", slot, value)
         for index, clone in zip(self._written, clones, strict=True):

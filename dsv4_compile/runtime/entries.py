@@ -45,10 +45,6 @@ class Entries:
         """The entry of a key."""
         return self._entries.get(key)
 
-    def all(self) -> list[Entry]:
-        """Every entry."""
-        return list(self._entries.values())
-
     def add(self, key: Key, entry: Entry, owned: Sequence[Tensor]) -> bool:
         """Keep an entry for as long as all of `owned` live.
 
@@ -71,7 +67,7 @@ class Entries:
 
     def count(self, anchors: Anchors) -> int:
         """How many buckets are captured with these parameters and buffers."""
-        return sum(entry.anchors == anchors for entry in self.all())
+        return sum(entry.anchors == anchors for entry in list(self._entries.values()))
 
     def drop_stale(self, bucket: Bucket, anchors: Anchors) -> None:
         """Drop entries whose parameters moved, and the one that a new capture of this bucket replaces."""

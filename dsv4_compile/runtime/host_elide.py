@@ -110,9 +110,10 @@ def is_held_outside(site: Site) -> str | None:
 
 def slot_is_touched(site: Site) -> str | None:
     """From the birth of the value to the copy, the slot still has its old contents, and somebody else uses them."""
-    for launch in _users(site):
+    for index, launch in enumerate(_users(site)):
         others = [operand for operand in launch.operands if not _moves(site, operand)]
-        if launch.opaque or any(operand.overlaps(site.slot) for operand in others):
+        # the first, if opaque, is over before its result is copied to where it belongs
+        if (launch.opaque and index > 0) or any(operand.overlaps(site.slot) for operand in others):
             return f"{launch.func.name()} may touch the slot before"
     return None
 

@@ -14,17 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
-CPU_KEY = DispatchKeySet(DispatchKey.CPU)
-# Where the dispatcher looks for the CPU kernel of an op, in this order.
-_KERNEL_KEYS = (
-    "CPU",
-    "CompositeExplicitAutogradNonFunctional",
-    "CompositeExplicitAutograd",
-    "CompositeImplicitAutograd",
-)
+from .host_torch import bind_cpu_kernel, kernel_of
+
 # aten's own undeclared views: they may only be used where the input is not seen again
 _UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
 _ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
@@ -76,8 +69,8 @@ def bind_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
     """The op's CPU kernel with its arguments bound, without the detour over autograd where possible."""
     for argument, value in argument_values(func, args, kwargs):
         if str(argument.type) == "Tensor" and isinstance(value, (bool, int, float, complex)):
-            return partial(func, *args, **kwargs)  # `redispatch` takes no numbers for tensors
-    return partial(func.redispatch, CPU_KEY, *args, **kwargs)
+            return partial(func, *args, **kwargs)
+    return bind_cpu_kernel(func, args, kwargs)
 
 
 def is_opaque(func: OpOverload) -> bool:
@@ -100,14 +93,10 @@ def has_argument(func: OpOverload, name: str) -> bool:
 
 def _kind_of_body(func: OpOverload) -> Kind | None:
     """COMPOSITE or PYTHON by the CPU kernel that the dispatcher takes, None for a kernel that cannot be entered."""
-    name = func.name()
-    for key in _KERNEL_KEYS:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            # torch.library keeps a note of every kernel that Python registered
-            if f"{name.replace('::', '/')}/{key}" in torch.library._impls:
-                return Kind.PYTHON
-            return Kind.COMPOSITE if key == "CompositeImplicitAutograd" else None
-    return Kind.PYTHON  # no kernel at all: entering it raises what the dispatcher says about that
+    key, is_python = kernel_of(func)
+    if is_python or key is None:  # without a kernel, entering it raises what the dispatcher says about that
+        return Kind.PYTHON
+    return Kind.COMPOSITE if key == "CompositeImplicitAutograd" else None
 
 
 def _is_view(func: OpOverload) -> bool:

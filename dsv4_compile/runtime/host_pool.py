@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .engine import ALIGNMENT, POISON
+from .host_torch import with_lazy_bits_of
 
 
 class Lease:
@@ -68,8 +69,7 @@ class Block:
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor like `tensor`, over the block's own storage."""
         alias = place(self._memory.untyped_storage(), tensor, int(tensor.storage_offset()))
-        alias = alias.conj() if tensor.is_conj() else alias
-        return torch._neg_view(alias) if tensor.is_neg() else alias
+        return with_lazy_bits_of(tensor, alias)
 
 
 class HostPool:

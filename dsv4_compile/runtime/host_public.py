@@ -11,12 +11,12 @@ from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .host_ops import bind_kernel
+from .host_torch import PUBLIC_HOMES
 from .host_twins import out_names
 from .host_values import leaves_of
 
@@ -45,7 +45,7 @@ def _public_calls(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     others = {name: value for name, value in kwargs.items() if name not in out_names(func)}
     if outs:
         others["out"] = tuple(outs) if len(outs) > 1 else outs[0]
-    for home in (torch, torch._C._nn):
+    for home in PUBLIC_HOMES:
         function = getattr(home, func._opname, None)
         if isinstance(function, BuiltinFunctionType):
             yield partial(function, *args, **others)

@@ -8,12 +8,10 @@ made outside inference mode, so that a replay may write to the memory in any mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,9 +19,10 @@ from ..errors import CaptureError
 from .host_elide import drop_unused_results, elide_copies
 from .host_launch import Launch, Operand
 from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
-from .host_ops import CPU_KEY, Kind, kind_of, why_opaque_is_refused
+from .host_ops import Kind, kind_of, why_opaque_is_refused
 from .host_pool import Block, HostPool, bytes_needed, place
 from .host_syncs import HostReadGuard, refusal, why_refused
+from .host_torch import NoFunctionModes, bind_cpu_kernel, call_composite_kernel
 from .host_twins import out_names
 from .host_values import leaves_of, map_leaves
 
@@ -82,7 +81,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # reading a tensor's attributes calls the guard, and so do meta kernels that are Python: none of its business
-        with torch._C.DisableTorchFunction():
+        with NoFunctionModes():
             kind = self._check(func, args, kwargs)
             if kind is Kind.METADATA:
                 return func(*args, **kwargs)
@@ -90,20 +89,19 @@ class Recorder(TorchDispatchMode):
                 with torch.inference_mode(False):
                     return self._record(kind, func, args, kwargs)
         if kind is Kind.PYTHON:
-            return self.run(partial(func.redispatch, CPU_KEY, *args, **kwargs))
-        # not `redispatch`, which takes no Python numbers for tensors, as some composite ops are called with; the
-        # guard has no business in it, and would call the op afresh
-        with self:
-            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return self.run(bind_cpu_kernel(func, args, kwargs))
+        with self:  # and without the guard, see `call_composite_kernel`
+            return call_composite_kernel(func, args, kwargs)
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> Kind:
         if not isinstance(func, OpOverload):
             self._refuse(f"higher-order op {func}", "decides on the host what it runs")
         foreign = next(filter(None, map(why_foreign, leaves_of((args, kwargs)))), None)
-        reason = foreign or why_refused(func, args, kwargs) or why_opaque_is_refused(func)
+        kind = Kind.METADATA if is_meta_work(args, kwargs) else kind_of(func)
+        reason = foreign or why_refused(func, args, kwargs) or (kind is Kind.LAUNCH and why_opaque_is_refused(func))
         if reason:
             self._refuse(func.name(), reason)
-        return Kind.METADATA if is_meta_work(args, kwargs) else kind_of(func)
+        return kind
 
     def _record(self, kind: Kind, func: OpOverload, args: Any, kwargs: Any) -> Any:
         if kind is Kind.METADATA_IN_PLACE:

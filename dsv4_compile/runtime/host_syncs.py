@@ -36,6 +36,8 @@ _METHODS = {
     Tensor.map2_: "runs Python on every element",
     Tensor.data.__set__: "moves a tensor, which no replay repeats",  # type: ignore[attr-defined]
 }
+# Made of other ops, and reading its second argument itself where that is a tensor.
+_SPLITS = (torch.tensor_split, Tensor.tensor_split)
 # They copy elements of their argument without the dispatcher, where those are tensors in a list.
 _CONSTRUCTORS = frozenset([torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new])
 
@@ -47,8 +49,6 @@ def why_refused(func: OpOverload, args: Any, kwargs: Any) -> str | None:
         return "indexes with a mask, so its size depends on data" if _has_mask(func, args, kwargs) else None
     if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return None
-    if func._opname == "tensor_split" and any(isinstance(value, Tensor) for value in args[1:]):
-        return _READS_BACK
     if torch.Tag.data_dependent_output in func.tags:
         return _READS_BACK
     if torch.Tag.dynamic_output_shape in func.tags:
@@ -68,6 +68,8 @@ class HostReadGuard(TorchFunctionMode):
         reason = _METHODS.get(func)
         if func in _CONSTRUCTORS and any(_holds_tensor(value) for value in args):
             reason = "copies elements out of tensors on the host"
+        if func in _SPLITS and any(isinstance(value, Tensor) for value in [*args[1:], *(kwargs or {}).values()]):
+            reason = _READS_BACK
         if reason is not None:
             self.failure = refusal(_function_name(func), reason, self._name)
             raise self.failure

@@ -25,10 +25,9 @@ from torch import Tensor, fx
 
 from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST
 from ..draft import Draft, InputRole, TensorMeta, Unit
-from ..errors import LayoutMismatchError
 from ..passes.scope_modes import autocast_of
-from ..userlines import where
 from .check_replay import CheckedReplay
+from .check_results import check_fresh, check_layout
 from .engine import Captured, Engine
 from .sizes import Sizes
 from .source import SourceWriter
@@ -174,7 +173,7 @@ class _Builder:
         """Capture a piece that writes its results into their slots, and replay it."""
         inputs = [self._values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
-        run = bind_piece(unit.gm, inputs, slots)
+        run = bind_piece(self._draft, unit, inputs, slots)
         captured = self._context.engine.capture(run, self._context.pool, name=f"{unit.name} of {self._context.title}")
         self._captured.append(captured)
         replay: Callable[[], Any] = captured.replay
@@ -188,16 +187,24 @@ class _Builder:
     def add_region(self, unit: Unit) -> None:
         """Run a region's ops one by one, and copy what later pieces take into its slot."""
         self._source.line(f"# {unit.name}")
-        self._run_nodes(unit.body)
+        self._run_nodes(unit.body, kept=unit.outputs)
         for node in unit.outputs:
             slot = self._slots.get(node)
             if slot is not None:
-                self._check_layout(node, self._values[node], slot)
+                check_layout(self._draft, node, self._values[node], slot)
                 self._source.line(f"{self._source.name_of(slot.copy_, 'keep')}({self._operands[node]})")
                 slot.copy_(self._values[node])
+                self._forget(node)
                 self._bind(node, slot)
 
-    def _run_nodes(self, nodes: Sequence[fx.Node]) -> None:
+    def _forget(self, node: fx.Node) -> None:
+        """Let go of a value of this call that is not used again."""
+        self._source.line(f"del {self._operands.pop(node)}")
+        del self._values[node]
+
+    def _run_nodes(self, nodes: Sequence[fx.Node], kept: Sequence[fx.Node]) -> None:
+        last_user = {arg: node for node in nodes for arg in node.all_input_nodes}
+        variables = set(nodes) - set(kept)
         scopes: tuple[tuple[Any, ...], ...] = ()
         entered: list[tuple[str, Any]] = []
         for node in nodes:
@@ -207,6 +214,9 @@ class _Builder:
                 entered = [self._enter(scope, len(entered)) for scope in wanted]
                 scopes = wanted
             self._run_node(node)
+            for arg in node.all_input_nodes:
+                if last_user[arg] is node and arg in variables and arg not in self._stable:
+                    self._forget(arg)
         self._leave(entered)
 
     def _enter(self, scope: tuple[Any, ...], depth: int) -> tuple[str, Any]:
@@ -227,22 +237,18 @@ class _Builder:
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: self._values[arg])
         value = _call(node, args, kwargs)
+        check_fresh(self._draft, node, value, (args, kwargs))
         effects = self._draft.effects[node]
         if effects.is_free and not effects.only_allocates and all(arg in self._stable for arg in node.all_input_nodes):
             self._bind(node, value)
             return
         text = self._source.call_text(node, self._operands)
         self._values[node], self._operands[node] = value, f"v_{node.name}"
-        self._source.line(f"v_{node.name} = {text}" if node.users else text)
-
-    def _check_layout(self, node: fx.Node, value: Tensor, slot: Tensor) -> None:
-        """What a region hands to a piece is what the op's fake promised; strides may differ, it is copied."""
-        if value.dtype != slot.dtype or value.shape != slot.shape:
-            raise LayoutMismatchError(
-                f"{self._draft.producer(node).target} gave {list(value.shape)} {value.dtype}, its fake promised "
-                f"{list(slot.shape)} {slot.dtype} ({where(node)}): make the fake of the op agree with the op "
-                "(torch.library.opcheck finds this)"
-            )
+        if node.users:
+            self._source.line(f"v_{node.name} = {text}")
+        else:
+            self._source.line(text)
+            del self._values[node], self._operands[node]
 
     def finish(self) -> tuple[Program, Any]:
         """Make the outputs; the program and the result of this call."""
@@ -259,7 +265,7 @@ class _Builder:
                 self._values[node], self._operands[node] = self._args[positions[node]], f"args[{positions[node]}]"
             elif node in self._slots:
                 self._hand_out(node)
-        self._run_nodes(epilogue.body)
+        self._run_nodes(epilogue.body, kept=epilogue.body)
         output = self._draft.gm.graph.output_node().args[0]
         result = fx.map_arg(output, lambda arg: self._values[arg])
         self._source.line(f"return {self._source.text_of(output, self._operands)}")
@@ -287,11 +293,14 @@ class _Builder:
         self._values[node], self._operands[node] = clone(), f"v_{node.name}"
 
 
-def bind_piece(gm: fx.GraphModule, inputs: Sequence[Any], slots: Sequence[Tensor]) -> Callable[[], None]:
+def bind_piece(draft: Draft, unit: Unit, inputs: Sequence[Any], slots: Sequence[Tensor]) -> Callable[[], None]:
     """A piece with its inputs bound, writing its results into slots."""
 
     def run() -> None:
-        for slot, result in zip(slots, gm.forward(*inputs), strict=True):
+        results = unit.gm.forward(*inputs)
+        for node, slot, result in zip(unit.outputs, slots, results, strict=True):
+            check_layout(draft, node, result, slot)
+            check_fresh(draft, node, result, inputs)
             slot.copy_(result)
 
     return run

@@ -5,7 +5,7 @@ This is `engine="off"`, and every call of the other engines that no captured pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,24 @@ from torch import fx
 
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
+from ..reasons import has_unbacked_size
+from .check_results import check_layout
 from .modes import restored_modes
-from .sizes import sizes_of_call
+from .sizes import Sizes, sizes_of_call
 
 
 class UncapturedCallable:
-    """Takes and returns what Dynamo's graph does; holds no state of a call, so any thread may call it at any time."""
+    """Takes and returns what Dynamo's graph does; holds no state of a call, so any thread may call it at any time.
 
-    def __init__(self, draft: Draft) -> None:
+    Args:
+        draft: the partitioned graph.
+        check_layouts: see that what crosses is what the plan has for it, before a capture relies on it.
+    """
+
+    def __init__(self, draft: Draft, *, check_layouts: bool = False) -> None:
         assert draft.epilogue is not None, "the graph is partitioned by now"
         self._draft = draft
+        self._check_layouts = check_layouts
         self._epilogue = draft.epilogue
         self._placeholders = [graph_input.node for graph_input in draft.inputs]
         self._scalars = [node for node, effects in draft.effects.items() if effects.bucket_scalar]
@@ -47,9 +55,11 @@ class UncapturedCallable:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
         with restored_modes():
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
-            self._prepare(values)
+            sizes = self._prepare(values)
             for unit, function, last_used in self._steps:
                 results = function(*[values[node] for node in unit.inputs])
+                if self._check_layouts:
+                    self._check(unit, results, sizes)
                 values.update(zip(unit.outputs, results, strict=True))
                 for node in last_used:
                     del values[node]
@@ -58,7 +68,14 @@ class UncapturedCallable:
             torch.set_grad_enabled(self._draft.leaves_grad)
         return result
 
-    def _prepare(self, values: dict[fx.Node, Any]) -> None:
+    def _check(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> None:
+        for node, result in zip(unit.outputs, results, strict=True):
+            meta = self._draft.effects[node].result
+            if isinstance(meta, TensorMeta) and not has_unbacked_size(meta):
+                promised = torch.empty(sizes.all_of(meta.shape), dtype=meta.dtype, device="meta")
+                check_layout(self._draft, node, result, promised)
+
+    def _prepare(self, values: dict[fx.Node, Any]) -> Sizes:
         """Read the host scalars and make the allocations that several units touch."""
         for node in self._scalars:
             values[node] = values[node.all_input_nodes[0]].item()
@@ -67,3 +84,4 @@ class UncapturedCallable:
             meta = self._draft.effects[node].result
             assert isinstance(meta, TensorMeta), "an allocation makes a tensor"
             values[node] = sizes.allocate(meta)
+        return sizes

@@ -1,0 +1,50 @@
+"""What an op gives is what its schema and its fake promised; checked in the first two calls of a bucket.
+
+A plan is made from promises. A wrong one would not crash: a copy into a slot converts dtypes, and cuts the tie between
+a result and the buffer that it really is. Strides may differ, since what crosses is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ..compat import op_name
+from ..draft import Draft
+from ..errors import AliasingOpError, LayoutMismatchError
+from ..userlines import where
+
+
+def check_layout(draft: Draft, node: fx.Node, value: Tensor, promised: Tensor) -> None:
+    """Raise LayoutMismatchError unless a value has the shape and dtype that the plan has for it."""
+    if value.dtype == promised.dtype and value.shape == promised.shape:
+        return
+    producer = draft.producer(node)
+    raise LayoutMismatchError(
+        f"{_name(producer)} gave {list(value.shape)} {value.dtype}, its fake promised {list(promised.shape)} "
+        f"{promised.dtype} ({where(producer)}): make the fake of the op agree with the op "
+        "(torch.library.opcheck finds this)"
+    )
+
+
+def check_fresh(draft: Draft, node: fx.Node, value: Any, taken: Any) -> None:
+    """Raise AliasingOpError if a value shares memory with what it was made from, and the plan knows nothing of it."""
+    producer = draft.producer(node)
+    if not draft.effects[producer].makes or draft.effects[node].is_free:
+        return
+    storages = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(taken) if isinstance(t, Tensor)} - {0}
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
+            raise AliasingOpError(
+                f"op {_name(producer)} returned memory of an argument, but its schema promises a fresh tensor "
+                f"({where(producer)}): return nothing, return a clone, or declare the alias"
+            )
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return op_name(node.target)
+    return str(getattr(node.target, "__name__", node.target))

@@ -20,8 +20,9 @@ a replay and a capture of one pool may run at the same time, and seeing to that 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from ..errors import CaptureError, OptionError
 ALIGNMENT = 256
 # Two bytes that are NaN in every float type of torch, and a huge number in integers of 16 bits and more.
 POISON = 0x7FFF
+_making = threading.Lock()
 
 
 class Pool(Protocol):
@@ -98,15 +100,16 @@ class Recording:
 
     def release(self) -> None:
         """See `Captured.release`."""
-        self._launches[:] = [self._refuse]
+        self._launches[:] = [partial(_refuse_replay, self._name)]
         self._keep_alive.clear()
 
     def __len__(self) -> int:
         """How many calls a replay makes."""
         return len(self._launches)
 
-    def _refuse(self) -> NoReturn:
-        raise CaptureError(f"{self._name} was replayed after its release: its memory is gone. Capture it again.")
+
+def _refuse_replay(name: str) -> NoReturn:
+    raise CaptureError(f"{name} was replayed after its release: its memory is gone. Capture it again.")
 
 
 def allocate_poisoned(nbytes: int, device: torch.device) -> Tensor:
@@ -142,7 +145,8 @@ def engine_for(name: Literal["auto", "cuda", "host"], device: torch.device) -> E
     if needed is None or name not in ("auto", needed):
         known = f"use engine={needed!r} or 'auto'" if needed else "use engine='off'"
         raise OptionError(f"engine={name!r} cannot record the work of inputs on {device}: {known}")
-    return _make_engine(needed, device)
+    with _making:  # `cache` alone lets two threads make two engines
+        return _make_engine(needed, device)
 
 
 @cache

@@ -16,16 +16,19 @@ from dsv4_compile.models.deepseek_v4 import (
     bind_caches,
 )
 
-REQUESTS, BLOCKS = 2, 8
+REQUESTS, BLOCKS = 2, 32
 
 
-def stack_and_inputs(layers: int, tokens: int = 8) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
+def stack_and_inputs(
+    layers: int, tokens: int = 8, device: str = "cpu"
+) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
     """A stack with the layer pattern of the released Pro model and the first step of one request."""
     config = tiny_config(layers)
-    stack = AttentionStack(config)
+    stack = AttentionStack(config).to(device)
     blocks: dict[CacheGroup, int] = {"swa": BLOCKS, "compressed": BLOCKS, "c4_state": BLOCKS, "c128_state": BLOCKS}
-    bind_caches(stack, allocate_caches(config, blocks))
-    return stack, (torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), first_step(tokens))
+    bind_caches(stack, allocate_caches(config, blocks, device=torch.device(device)))
+    with torch.device(device):
+        return stack, (torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), first_step(tokens))
 
 
 def tiny_config(layers: int) -> DeepseekV4Config:
@@ -74,6 +77,11 @@ def first_step(tokens: int) -> StepState:
         c128_state_slot_mapping=slots.clone(),
         c128_state_block_table=table.clone(),
     )
+    return mark_request_dims(step)
+
+
+def mark_request_dims(step: StepState) -> StepState:
+    """What a runner does: from step to step only the token dim changes."""
     for field in dataclasses.fields(step):
         if field.name.endswith("table") or field.name in ("query_start_loc", "seq_lens"):
             torch._dynamo.mark_static(getattr(step, field.name))

@@ -56,8 +56,8 @@ class KeyReader:
 
 
 def _hashable(number: float) -> Any:
-    """NaN equals itself here, or every call with one would be a new bucket."""
-    return number if number == number else "nan"
+    """A float by its bits: NaN equals itself, or every call with one would be a new bucket, and 0.0 is not -0.0."""
+    return number.hex() if isinstance(number, float) else number
 
 
 class OverlapCheck:

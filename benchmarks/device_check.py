@@ -1,0 +1,48 @@
+"""What a GPU has to say, in one script of under five minutes: contract tests, then dispatch, prefill and memory tables.
+
+    python -m benchmarks.device_check
+
+Without a CUDA device it says "no GPU" and stops. What it printed, on which device and when, is kept in
+docs/hardware.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from . import dispatch, memory, ttft
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_contract_tests() -> bool:
+    """The tests that need a GPU: the engine's rules, the same ones that the host engine keeps."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run everything; the exit code is 1 if a contract test failed."""
+    if not torch.cuda.is_available():
+        print("no GPU")
+        return 0
+    name = torch.cuda.get_device_name()
+    print(f"{datetime.date.today()}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    passed = run_contract_tests()
+    print(f"contract tests: {'passed' if passed else 'FAILED'}\n")
+    dispatch.main(["--device", "cuda"])
+    print()
+    ttft.main(["--device", "cuda"])
+    print()
+    memory.main(["--device", "cuda"])
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -105,6 +105,30 @@ def test_a_constant_is_new_in_every_replay():
         assert out.tolist() == [2, 3]
 
 
+FILLED = {
+    "zeros": lambda x: torch.zeros(2, 3),
+    "ones_like": lambda x: torch.ones_like(x, dtype=torch.int32),
+    "full": lambda x: torch.full((2, 3), True),
+    "full_like": lambda x: torch.full_like(x, 2.7, dtype=torch.int64),
+    "new_full": lambda x: x.new_full((3, 2), float("-inf")),
+    "scalar_tensor": lambda x: torch.scalar_tensor(3, dtype=torch.bfloat16),
+    "where": lambda x: torch.where(x > 0, x, -1),
+    "complex": lambda x: torch.full((2,), 1 + 2j),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_a_tensor_of_one_value_is_filled_in_every_replay(name):
+    x = torch.tensor([[1.0, -2.0, 3.0], [0.0, 1.0, -1.0]])
+    expected, kept = FILLED[name](x), []
+    graph = capture(lambda: kept.append(FILLED[name](x)))
+    for _ in range(2):
+        kept[0].zero_()
+        graph.replay()
+        assert kept[0].dtype == expected.dtype
+        assert torch.equal(kept[0], expected)
+
+
 def test_an_empty_out_tensor_is_given_memory():
     x, out = torch.ones(4), torch.zeros(4)
     graph = capture(lambda: out.copy_(torch.add(x, 1, out=torch.empty(0)) * 2))

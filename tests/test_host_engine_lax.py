@@ -186,9 +186,9 @@ def is_draw(launch):
 @lacks("a_generator_of_the_user_is_drawn_from")
 class DrawsFromTheDefaultGenerator(LaxRecorder):
     class recorder_class(Recorder):  # noqa: N801
-        def _make_results(self, func, args, kwargs, *, launch):
+        def _make_results(self, kind, func, args, kwargs):
             kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
-            return super()._make_results(func, args, kwargs, launch=launch)
+            return super()._make_results(kind, func, args, kwargs)
 
 
 @lacks("garbage_collection_is_left_as_it_was")

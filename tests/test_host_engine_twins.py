@@ -62,7 +62,6 @@ SAMPLES = {
     "cumprod": [(X, 1)],
     "cumsum": [(X, 0)],
     "elu": [(X,)],
-    "full": [([3, 4], 2.5)],
     "gather": [(X, 0, INDEX)],
     "glu": [(X, 1)],
     "index": [(X, [ROWS]), (X, [None, ROWS]), (X, [ROWS, ROWS])],
@@ -73,7 +72,6 @@ SAMPLES = {
     "mean": [(X,), (X, [1], True)],
     "min": [(X,), (X, 0)],
     "mm": [(M, N), (N.t(), M.t())],
-    "ones": [([2, 3],)],
     "prod": [(X,), (X, 1)],
     "rand": [([3, 4],)],
     "randint": [(7, [3, 4]), (2, 7, [3])],
@@ -83,13 +81,13 @@ SAMPLES = {
     "scatter_add": [(X, 0, INDEX, POSITIVE)],
     "scatter_reduce": [(X, 0, INDEX, POSITIVE, "amax")],
     "sort": [(X, 1)],
+    "stack": [([X, X], 1), ([X.t(), X.t()],), ([Y, Y.double()], -1)],
     "sum": [(X,), (X, [0]), (K,)],
     "threshold": [(X, 0.1, 7.0)],
     "topk": [(X, 2), (X, 2, 0)],
     "tril": [(X,)],
     "triu": [(X, 1)],
     "where": [(MASK, X, Y), (MASK, X, X.double())],
-    "zeros": [([2, 3],)],
 }
 
 

@@ -60,7 +60,7 @@ def drop_unused_results(launches: list[Launch]) -> None:
     """Leave out results that nobody looks at, such as the statistics of a layer norm, where they would be copied."""
     uses = Counter(id(lease) for launch in launches for lease in {operand.lease for operand in launch.operands})
     for launch in launches:
-        if out_twin(launch.func) is None and not launch.is_copy:
+        if out_twin(launch.func) is None and not launch.fills_argument:
             for operand in launch.results:
                 if operand.lease is not None and uses[id(operand.lease)] == 1 and operand.lease.has_ended():
                     launch.drop_result(operand)

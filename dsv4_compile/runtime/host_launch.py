@@ -47,7 +47,8 @@ class Launch:
         func: the op.
         args: as it was called, with an `Operand` in place of each tensor.
         kwargs: likewise.
-        returns: what it returned, flat; None where that is an argument, no tensor, or not wanted.
+        returns: what it makes, flat; None where that is no new tensor or not wanted. The first argument of an op
+            that fills a new tensor is among them.
         operands: everything that it touches.
     """
 
@@ -72,8 +73,13 @@ class Launch:
         return [operand for operand in self.returns if operand is not None]
 
     @property
+    def fills_argument(self) -> bool:
+        """Whether its result is new, and its first argument."""
+        return bool(self.args) and self.args[0] in self.results
+
+    @property
     def is_copy(self) -> bool:
-        """Whether it copies its second argument to its first, which is its result if it is new."""
+        """Whether it copies its second argument to its first."""
         return self.func is torch.ops.aten.copy_.default
 
     @property
@@ -85,7 +91,7 @@ class Launch:
         """A call without arguments that runs the kernel and leaves its results in `results`."""
         args, kwargs = map_leaves(lambda operand: operand.tensor, Operand, (self.args, self.kwargs))
         results = [operand.tensor for operand in self.results]
-        if not results or self.is_copy:
+        if not results or self.fills_argument:
             return bind_fastest(self.func, args, kwargs)
         twin = out_twin(self.func)
         if twin is None:

@@ -21,6 +21,12 @@ from .host_torch import bind_cpu_kernel, kernel_of
 # aten's own undeclared views: they may only be used where the input is not seen again
 _UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
 _ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
+# Each with the place of its value among the arguments, or the value itself.
+_FILLS: dict[str, tuple[int | None, int]] = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), (None, 0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), (None, 1)),
+    "scalar_tensor": (0, 0), "full": (1, 0), "full_like": (1, 0), "new_full": (2, 0),
+}
 # Namespaces that only look at metadata, or at the clock.
 _HOST_ONLY = ("prim", "profiler")
 _OWN = ("aten", "prims")
@@ -35,6 +41,7 @@ class Kind(Enum):
     METADATA_IN_PLACE = "changes sizes or strides of its argument: run it, if that tensor was made in the recording"
     CONSTANT = "a tensor made from Python numbers: its value is part of the graph"
     ALLOCATION = "new memory, no launch"
+    FILL = "a new tensor of one value: record the filling"
     LAUNCH = "a kernel: record one launch"
 
 
@@ -47,8 +54,11 @@ def kind_of(func: OpOverload) -> Kind:
         return body
     if func is torch.ops.aten.lift_fresh.default:
         return Kind.CONSTANT
-    if func._opname in _ALLOCATIONS and func.namespace == "aten" and not func._schema.is_mutable:
-        return Kind.ALLOCATION
+    if func.namespace == "aten" and not func._schema.is_mutable:
+        if func._opname in _ALLOCATIONS:
+            return Kind.ALLOCATION
+        if func._opname in _FILLS:
+            return Kind.FILL
     if torch.Tag.inplace_view in func.tags:
         return Kind.METADATA_IN_PLACE
     if func.namespace == "aten" and (_is_view(func) or _returns_host_values(func)):
@@ -71,6 +81,12 @@ def bind_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
         if str(argument.type) == "Tensor" and isinstance(value, (bool, int, float, complex)):
             return partial(func, *args, **kwargs)
     return bind_cpu_kernel(func, args, kwargs)
+
+
+def fill_value(func: OpOverload, args: Any) -> Any:
+    """What a FILL op fills its result with."""
+    place, value = _FILLS[func._opname]
+    return value if place is None else args[place]
 
 
 def is_opaque(func: OpOverload) -> bool:

@@ -19,7 +19,7 @@ from ..errors import CaptureError
 from .host_elide import drop_unused_results, elide_copies
 from .host_launch import Launch, Operand
 from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
-from .host_ops import Kind, kind_of, why_opaque_is_refused
+from .host_ops import Kind, fill_value, kind_of, why_opaque_is_refused
 from .host_pool import Block, HostPool, bytes_needed, place
 from .host_syncs import HostReadGuard, refusal, why_refused
 from .host_torch import NoFunctionModes, bind_cpu_kernel, call_composite_kernel
@@ -108,19 +108,21 @@ class Recorder(TorchDispatchMode):
             return self._change_metadata(func, args, kwargs)
         if kind is Kind.CONSTANT:
             return self._copy(self._allocate(args[0]), args[0])
-        return self._make_results(func, args, kwargs, launch=kind is Kind.LAUNCH)
+        return self._make_results(kind, func, args, kwargs)
 
     def _refuse(self, what: str, reason: str) -> NoReturn:
         self._failure = refusal(what, reason, self._name)
         raise self._failure
 
-    def _make_results(self, func: OpOverload, args: Any, kwargs: Any, *, launch: bool) -> Any:
+    def _make_results(self, kind: Kind, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """The op's results, and unless it only allocates, a launch that fills them."""
         inferred = self._infer(func, args, kwargs)
         results = map_leaves(self._fill_twin, Tensor, inferred)
-        if launch and func.namespace == "aten" and func._opname in _COPIES:
+        if kind is Kind.FILL:
+            return self._write(torch.ops.aten.fill_.Scalar, results, fill_value(func, args))
+        if kind is Kind.LAUNCH and func.namespace == "aten" and func._opname in _COPIES:
             return self._copy(results, args[0])
-        if launch:
+        if kind is Kind.LAUNCH:
             fresh = map(is_twin, leaves_of(inferred))
             returns = [self._operand(r) if made else None for r, made in zip(leaves_of(results), fresh, strict=True)]
             args, kwargs = map_leaves(self._operand, Tensor, (args, kwargs))
@@ -132,8 +134,11 @@ class Recorder(TorchDispatchMode):
 
     def _copy(self, made: Tensor, source: Tensor) -> Tensor:
         """Record that a new tensor is filled from another one."""
+        return self._write(torch.ops.aten.copy_.default, made, self._operand(source))
+
+    def _write(self, func: OpOverload, made: Tensor, value: Any) -> Tensor:
         target = self._operand(made)
-        self.launches.append(Launch(torch.ops.aten.copy_.default, (target, self._operand(source)), {}, (target,)))
+        self.launches.append(Launch(func, (target, value), {}, (target,)))
         return made
 
     def _operand(self, tensor: Tensor) -> Operand:

@@ -23,8 +23,8 @@ _STRUCTURED = """
 """
 # The plain overload of these makes its result and calls the other one.
 _WRAPPED = """
-    abs arange floor_divide full index_select logical_and logical_not logical_or logical_xor ones rand randint randn
-    randperm where zeros
+    abs arange floor_divide index_select logical_and logical_not logical_or logical_xor rand randint randn randperm
+    stack where
 """
 TWINNED = frozenset((_STRUCTURED + _WRAPPED).split())
 

@@ -19,6 +19,7 @@ from toy_ops import SPLIT
 from dsv4_compile.runtime import captured
 from dsv4_compile.runtime.captured import CapturedCallable
 from dsv4_compile.runtime.engine import POISON
+from dsv4_compile.runtime.entries import Entry
 from dsv4_compile.runtime.host import HostEngine
 
 HOST = Setup("host", "mrv2")
@@ -91,9 +92,14 @@ def the_owner() -> CapturedCallable:
     return owner
 
 
-def buckets() -> list[tuple[Any, ...]]:
+def entries() -> list[Entry]:
     """What the only live callable has captured."""
-    return [entry.bucket for entry in the_owner()._entries.all()]
+    return list(the_owner()._entries._entries.values())
+
+
+def captured_sizes() -> list[int]:
+    """The first size of every captured bucket of the only live callable, in ascending order."""
+    return sorted(entry.bucket[0] for entry in entries())
 
 
 @dataclass

@@ -1,0 +1,354 @@
+"""Inputs of captured calls that are written, that move, or that overlap each other: always as in eager.
+
+`Pair` compares the arguments after each call with those of an eager call on copies, which share memory as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from case_helpers import Pair, rows
+from runtime_helpers import HOST, compile_host, the_owner
+from torch import Tensor, nn
+
+import dsv4_compile
+from dsv4_compile import counters
+from dsv4_compile.draft import InputRole
+
+toy = torch.ops.toy
+
+
+def accumulate(x: Tensor, cache: Tensor) -> Tensor:
+    """A piece writes the first rows of the cache; another reads it behind the split op."""
+    cache[: x.shape[0]].add_(x)
+    h = toy.fresh(x)
+    return h + cache.sum()
+
+
+def role_of(name: str) -> InputRole:
+    owner = the_owner()
+    return next(owner._roles[i.node] for i in owner._draft.inputs if i.name == name)
+
+
+def static(tensor: Tensor) -> Tensor:
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+# written inputs
+
+
+def test_static_input_is_written_in_place() -> None:
+    pair = Pair(accumulate, HOST)
+    cache = static(torch.zeros(16, 4))
+    with counters.expect(captures=2, recaptures=0, replays=10, uncaptured_calls=2):
+        for n in (5, 6) * 6:
+            pair(rows(n), cache)
+    assert role_of("cache") is InputRole.STATIC
+
+
+def test_written_input_that_stays_put_is_bound() -> None:
+    pair = Pair(accumulate, HOST)
+    cache = torch.zeros(16, 4)
+    with counters.expect(captures=2, recaptures=0, replays=10, uncaptured_calls=2):
+        for n in (5, 6) * 6:
+            pair(rows(n), cache)
+    assert role_of("cache") is InputRole.BOUND
+
+
+def test_written_input_that_moves_now_and_then_is_captured_again() -> None:
+    pair = Pair(accumulate, HOST)
+    for expected in ({"captures": 1, "recaptures": 0}, {"captures": 1, "recaptures": 1}):
+        cache = torch.zeros(16, 4)
+        with counters.expect(**expected):
+            for _ in range(4):
+                pair(rows(5), cache)
+    assert role_of("cache") is InputRole.BOUND
+
+
+def test_written_input_that_keeps_moving_is_staged_and_written_back() -> None:
+    pair = Pair(accumulate, HOST)
+    for _ in range(6):
+        pair(rows(5), torch.randn(16, 4))
+    assert role_of("cache") is InputRole.WRITTEN_BACK
+    with counters.expect(captures=0, replays=6, uncaptured_calls=0):
+        for _ in range(6):
+            pair(rows(5), torch.randn(16, 4))
+    cache = torch.randn(16, 4)
+    with counters.expect(captures=1, replays=5, uncaptured_calls=1):
+        for _ in range(6):
+            pair(rows(6), cache)
+
+
+def test_written_activation() -> None:
+    def f(x: Tensor) -> Tensor:
+        x.add_(1)
+        return toy.fresh(x.exp()) + x
+
+    pair = Pair(f, HOST)
+    for n in (5, 6) * 6:
+        pair(rows(n))
+    with counters.expect(captures=0, replays=4):
+        for n in (5, 6) * 2:
+            pair(rows(n))
+
+
+def test_input_written_only_by_an_eager_op() -> None:
+    def f(x: Tensor, out: Tensor) -> Tensor:
+        toy.attn(x.sin(), out)
+        return x + 1
+
+    pair = Pair(f, HOST)
+    with counters.expect(captures=1, recaptures=0, replays=7, uncaptured_calls=1):
+        for _ in range(8):
+            pair(rows(5), rows(5))
+    assert role_of("out") is InputRole.DIRECT
+
+
+def test_input_written_by_an_eager_op_and_read_by_a_piece() -> None:
+    def f(x: Tensor, out: Tensor) -> Tensor:
+        toy.attn(x.sin(), out)
+        return out.cos() + x
+
+    pair = Pair(f, HOST)
+    for _ in range(8):
+        pair(rows(5), rows(5))
+    with counters.expect(captures=0, replays=2):
+        pair(rows(5), rows(5))
+        pair(rows(5), rows(5))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda c, x, s: c.index_put_((s,), x),
+        lambda c, x, s: c.index_copy_(0, s, x),
+        lambda c, x, s: c.__setitem__(s, x),
+        lambda c, x, s: c.t().mul_(2),
+        lambda c, x, s: torch.mul(c, 3, out=c),
+        lambda c, x, s: c.view(-1).fill_(0.5),
+        lambda c, x, s: toy.kv_write(x, s, c),
+    ],
+    ids=["index_put", "index_copy", "setitem", "transposed", "out", "flat", "custom_op"],
+)
+@pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
+def test_ways_to_write_a_cache(write: Callable[[Tensor, Tensor, Tensor], object], moves: bool) -> None:
+    def f(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        write(cache, x, slots)
+        return toy.fresh(x) + cache.mean()
+
+    pair = Pair(f, HOST)
+    kept = torch.randn(16, 4)
+    for n in (5, 6) * 5:
+        pair(rows(n), torch.randperm(16)[:n], torch.randn(16, 4) if moves else kept)
+
+
+def test_view_of_a_larger_tensor_is_written() -> None:
+    pair = Pair(accumulate, HOST)
+    large = torch.randn(40, 4)
+    for start in (0, 8, 16, 8, 24, 0, 1):
+        pair(rows(5), large[start : start + 16])
+
+
+def test_same_tensor_twice() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return toy.fresh(x) + y
+
+    pair = Pair(f, HOST)
+    for _ in range(4):
+        x = rows(5)
+        pair(x, x)
+        pair(x, rows(5))
+
+
+def test_bound_input_of_one_bucket_and_another() -> None:
+    """Each bucket binds the cache where it saw it."""
+    pair = Pair(accumulate, HOST)
+    caches = {5: torch.zeros(16, 4), 6: torch.zeros(16, 4)}
+    with counters.expect(captures=2, recaptures=0):
+        for n in (5, 6) * 5:
+            pair(rows(n), caches[n])
+
+
+# inputs that overlap
+
+
+def add_both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x is written before the split op, y read behind it."""
+    x.mul_(2)
+    h = toy.fresh(x + 1)
+    return h, y + h[: y.shape[0]]
+
+
+def overlapping(size: int = 5, shift: int = 2) -> tuple[Tensor, Tensor]:
+    memory = rows(size + shift)
+    return memory[:size], memory[shift : shift + 3]
+
+
+def test_overlap_in_every_call() -> None:
+    pair = Pair(add_both, HOST)
+    for _ in range(6):
+        pair(*overlapping())
+
+
+def test_overlap_that_comes_after_the_capture() -> None:
+    pair = Pair(add_both, HOST)
+    for _ in range(6):  # x turns out to move
+        pair(rows(5), rows(3))
+    with counters.expect(captures=0, uncaptured_calls=3, replays=3):
+        for _ in range(3):
+            pair(*overlapping())
+            pair(rows(5), rows(3))
+
+
+def test_overlap_first_and_none_later() -> None:
+    pair = Pair(add_both, HOST)
+    for make in (overlapping, overlapping, lambda: (rows(5), rows(3))) * 3:
+        pair(*make())
+
+
+def test_neighbours_do_not_overlap() -> None:
+    pair = Pair(add_both, HOST)
+    for _ in range(6):
+        pair(rows(5), rows(3))
+    with counters.expect(uncaptured_calls=0, replays=3):
+        for _ in range(3):
+            memory = rows(8)
+            pair(memory[:5], memory[5:])
+
+
+def test_overlap_with_a_static_input_that_is_written() -> None:
+    def f(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1)
+        h = toy.fresh(x * 2)
+        return h + x
+
+    pair = Pair(f, HOST)
+    cache = static(torch.zeros(16, 4))
+    for _ in range(3):
+        pair(rows(5), cache)
+    with counters.expect(captures=0, uncaptured_calls=2, replays=2):
+        for _ in range(2):
+            pair(cache[3:8], cache)
+            pair(rows(5), cache)
+
+
+def test_overlap_with_a_static_input_that_is_only_read_is_fine() -> None:
+    pair = Pair(lambda x, table: toy.fresh(x * 2) + table[: x.shape[0]], HOST)
+    table = static(torch.randn(16, 4))
+    for _ in range(3):
+        pair(rows(5), table)
+    with counters.expect(uncaptured_calls=0, replays=2):
+        pair(table[3:8], table)
+        pair(table[1:6], table)
+
+
+@pytest.mark.xfail(strict=True, reason="R11: only static inputs that are written are looked at")
+def test_written_input_overlaps_a_weight() -> None:
+    """Both are read at their own address; the written one moves and is the weight's own memory."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(1)
+            return toy.fresh(x) * self.w[: x.shape[0]]
+
+    model, twin = Scale(), Scale()
+    compiled = compile_host(model)
+    for start in (None, None, None, None, None, 2, 0, None, 2):
+        x = rows(5)
+        given, wanted = (x, x.clone()) if start is None else (m.w.data[start : start + 5] for m in (model, twin))
+        with torch.no_grad():
+            assert torch.equal(compiled(given), twin(wanted))
+        assert torch.equal(model.w, twin.w)
+        assert torch.equal(given, wanted)
+
+
+def test_two_written_inputs_trade_places() -> None:
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        h = toy.fresh(a)
+        b.sub_(h)
+        return h + b
+
+    pair = Pair(f, HOST)
+    a, b = rows(5), rows(5)
+    for _ in range(4):
+        pair(a, b)
+        pair(b, a)
+        a, b = b, a
+
+
+def test_strided_written_input() -> None:
+    pair = Pair(add_both, HOST)
+    for _ in range(7):
+        pair(rows(4, 5).t(), rows(3))
+    interleaved = rows(10)
+    for _ in range(3):
+        pair(interleaved[::2], interleaved[1::2][:3])  # ranges meet, elements do not
+
+
+# calls that leave no trace
+
+
+def test_capture_ahead_leaves_written_inputs_and_randomness_alone() -> None:
+    def f(x: Tensor, cache: Tensor, out: Tensor) -> Tensor:
+        cache[: x.shape[0]].add_(x + torch.rand(4))
+        toy.attn(x, out[: x.shape[0]])
+        return toy.fresh(x) + cache.sum()
+
+    compiled = compile_host(f)
+    cache, out = static(torch.randn(16, 4)), static(torch.randn(16, 4))
+    before = cache.clone(), out.clone(), torch.get_rng_state()
+    dummy = {n: torch.full((n, 4), float("nan")) for n in (5, 6, 7)}
+    with counters.expect(captures=3, uncaptured_calls=3):
+        dsv4_compile.capture(compiled, lambda n: (dummy[n], cache, out), sizes=(6, 5, 7), progress=False)
+    assert torch.equal(cache, before[0])
+    assert torch.equal(out, before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert all(tensor.isnan().all() for tensor in dummy.values())
+    pair = Pair(f, HOST)
+    pair.compiled = compiled
+    with counters.expect(captures=0, uncaptured_calls=0, replays=3):
+        for n in (5, 6, 7):
+            pair(rows(n), cache, out)
+
+
+def test_capture_ahead_goes_from_the_largest_to_the_smallest() -> None:
+    seen = []
+    compiled = compile_host(lambda x: toy.fresh(x) + 1)
+    dsv4_compile.capture(compiled, lambda n: seen.append(n) or {"x": rows(n)}, sizes=[5, 7, 6, 5], progress=False)
+    assert seen == [7, 6, 5]
+
+
+def test_capture_ahead_that_fails_leaves_no_trace_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1)
+        out = torch.empty_like(x)
+        toy.hook(x, out)
+        return out + cache.sum()
+
+    def fail(q: Tensor) -> Tensor:
+        raise KeyError("on purpose")
+
+    from toy_ops import Host
+
+    compiled = compile_host(f, split_ops=("toy::hook",))
+    cache = static(torch.zeros(4))
+    monkeypatch.setattr(Host, "function", staticmethod(fail))
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="on purpose"):
+        dsv4_compile.capture(compiled, lambda n: (rows(n), cache), sizes=(5,), progress=False)
+    assert not cache.any()
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.undo()
+    with torch.no_grad():
+        for count in range(1, 4):
+            x = rows(5)
+            assert torch.equal(compiled(x, cache), 2 * x + 4 * count)  # writes are kept again

@@ -24,7 +24,7 @@ import dsv4_compile
 from dsv4_compile.errors import Dsv4Error
 from dsv4_compile.plan import Plan
 
-ENGINES = ("off",)
+ENGINES = ("off", "host")
 RUNNERS = ("mrv1", "mrv2")
 SIZES = (8, 16, 8, 16, 8, 16, 32, 32, 32)
 
@@ -55,13 +55,8 @@ class Setup:
 _SETUPS = [Setup(engine, runner) for engine, runner in itertools.product(ENGINES, RUNNERS)]
 
 
-def _parametrize(setups: Iterable[Setup], fault: str | None = None) -> pytest.MarkDecorator:
-    marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
-    parameters = [
-        pytest.param(setup, id=f"{setup.engine}-{setup.runner}", marks=marks if setup.captures else [])
-        for setup in setups
-    ]
-    return pytest.mark.parametrize("setup", parameters)
+def _parametrize(setups: Iterable[Setup]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("setup", [pytest.param(s, id=f"{s.engine}-{s.runner}") for s in setups])
 
 
 everywhere = _parametrize(_SETUPS)
@@ -69,16 +64,6 @@ captured = _parametrize(s for s in _SETUPS if s.captures)
 captured_mrv2 = _parametrize(s for s in _SETUPS if s.captures and s.runner == "mrv2")
 under_mrv1 = _parametrize(s for s in _SETUPS if s.runner == "mrv1")
 under_mrv2 = _parametrize(s for s in _SETUPS if s.runner == "mrv2")
-
-
-def everywhere_but(fault: str) -> pytest.MarkDecorator:
-    """Everywhere, with a known fault under the engines that capture."""
-    return _parametrize(_SETUPS, fault)
-
-
-def captured_but(fault: str) -> pytest.MarkDecorator:
-    """Under the engines that capture, with a known fault."""
-    return _parametrize((setup for setup in _SETUPS if setup.captures), fault)
 
 
 def rows(n: int, width: int = 4) -> Tensor:
@@ -112,7 +97,7 @@ class Pair:
     """
 
     def __init__(self, original: Any, setup: Setup, *, dynamic: bool = True, **options: Any) -> None:
-        self.original, self.setup = original, setup
+        self.original = original
         self.compiled = torch.compile(
             original, backend="dsv4_piecewise", dynamic=dynamic, options=setup.options(**options)
         )

@@ -11,7 +11,6 @@ from case_helpers import (
     Pair,
     Setup,
     captured,
-    captured_but,
     captured_mrv2,
     check,
     each_captured_once,
@@ -344,7 +343,7 @@ def test_b55_captured_op_that_skips_its_upload_is_exposed(setup: Setup, uploads)
         assert torch.equal(pair.compiled(x), 6 * x.sin())  # host code does not run in a replay
 
 
-@captured_but("F9: the eager run comes first and repairs the replay")
+@captured
 def test_b55_full_check_names_the_piece_that_skipped_its_upload(setup: Setup, uploads) -> None:
     pair, x = upload_for_somebody_else(setup, check="full")
     with torch.no_grad(), pytest.raises(Dsv4Error, match="piece_0"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_helpers import Pair, Setup, check, equal_or_refused, everywhere, everywhere_but, rows
+from case_helpers import Pair, Setup, check, equal_or_refused, everywhere, rows
 from torch import Tensor
 from toy_ops import SPLIT
 
@@ -198,7 +198,7 @@ def test_b28_captured_op_that_returns_its_buffer_for_some_sizes(setup: Setup) ->
     returns_its_buffer_for_some_sizes(setup, SPLIT)
 
 
-@everywhere_but("F5: results of a region may share memory with an argument")
+@everywhere
 def test_b28_split_op_that_returns_its_buffer_for_some_sizes(setup: Setup) -> None:
     returns_its_buffer_for_some_sizes(setup, (*SPLIT, "toy::sometimes"))
 
@@ -228,12 +228,12 @@ def test_b43_strides_of_the_fake_differ(setup: Setup, split_ops: tuple[str, ...]
     other_layout_than_its_fake(setup, "transposed", split_ops)
 
 
-@everywhere_but("F6: a captured op of another dtype than its fake is converted silently")
+@everywhere
 def test_b43_dtype_of_the_fake_of_a_captured_op_differs(setup: Setup) -> None:
     other_layout_than_its_fake(setup, "widened", SPLIT)
 
 
-@everywhere_but("F7: the error spells the op otherwise than all other errors")
+@everywhere
 def test_b43_dtype_of_the_fake_of_a_split_op_differs(setup: Setup) -> None:
     other_layout_than_its_fake(setup, "widened", (*SPLIT, "toy::widened"))
 

@@ -8,7 +8,7 @@ import torch
 from dsv4_compile.runtime import host_launch, host_public, host_twins
 from dsv4_compile.runtime.host import HostEngine
 from dsv4_compile.runtime.host_public import bind_fastest, is_same_call
-from dsv4_compile.runtime.host_twins import TWINNED, out_names, out_twin
+from dsv4_compile.runtime.host_twins import TWINNED, ignores_autocast, out_names, out_twin
 
 ENGINE = HostEngine()
 aten = torch.ops.aten
@@ -107,7 +107,9 @@ def test_a_twin_computes_what_the_op_does(name):
         replayed = [torch.full_like(result, 99) for result in results]
         call = bind_fastest(twin, args, dict(zip(out_names(twin), replayed, strict=True)))
         torch.manual_seed(1)
-        call()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ignores_autocast(func)
+            call()
         for result, again in zip(results, replayed, strict=True):
             torch.testing.assert_close(again, result, rtol=0, atol=0, equal_nan=True)
     assert twinned == len(SAMPLES[name])
@@ -132,6 +134,25 @@ def test_a_twin_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(host_twins, "TWINNED", TWINNED | {"binary_cross_entropy"})
     monkeypatch.setattr(host_launch, "out_twin", out_twin.__wrapped__)  # past its cache
     assert difference() > 0.01
+
+
+@pytest.mark.parametrize("name", ["add_", "addmm_", "baddbmm_", "index_put_", "copy_", "scatter_add_", "clamp_"])
+def test_writing_in_place_ignores_autocast(name):
+    batch = torch.eye(3).expand(2, 3, 3).clone()
+    arguments = {
+        "add_": (X.clone(), Y),
+        "addmm_": (X.clone(), M, N),
+        "baddbmm_": (batch, batch.clone(), batch.clone() / 3),
+        "index_put_": (X.clone(), (ROWS,), POSITIVE[:2]),
+        "copy_": (X.clone(), POSITIVE),
+        "scatter_add_": (X.clone(), 0, INDEX, POSITIVE),
+        "clamp_": (X.clone(), -0.3, 0.3),
+    }[name]
+    expected = getattr(arguments[0].clone(), name)(*arguments[1:])
+    with torch.autocast("cpu", torch.bfloat16):
+        getattr(arguments[0], name)(*arguments[1:])
+    assert torch.equal(arguments[0], expected)
+    assert all(ignores_autocast(getattr(getattr(aten, name), kind)) for kind in getattr(aten, name).overloads()[:1])
 
 
 def test_public_functions_are_bound_where_they_are_the_same_call():

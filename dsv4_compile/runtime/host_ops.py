@@ -25,7 +25,10 @@ _ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permute
 _FILLS: dict[str, tuple[int | None, int]] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), (None, 0)),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), (None, 1)),
-    "scalar_tensor": (0, 0), "full": (1, 0), "full_like": (1, 0), "new_full": (2, 0),
+    "scalar_tensor": (0, 0),
+    "full": (1, 0),
+    "full_like": (1, 0),
+    "new_full": (2, 0),
 }
 # Namespaces that only look at metadata, or at the clock.
 _HOST_ONLY = ("prim", "profiler")

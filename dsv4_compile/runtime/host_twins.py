@@ -27,6 +27,7 @@ _WRAPPED = """
     stack where
 """
 TWINNED = frozenset((_STRUCTURED + _WRAPPED).split())
+_WRITERS = frozenset(["copy", "fill", "index_put", "zero"])
 
 
 @cache
@@ -39,6 +40,16 @@ def out_twin(func: OpOverload) -> OpOverload | None:
         if _is_twin(func, twin):
             return twin
     return None
+
+
+@cache
+def ignores_autocast(func: OpOverload) -> bool:
+    """Whether replaying the op is the same in an autocast block: it runs one kernel, and `out=` at that, or in place.
+
+    Autocast knows plain overloads only. Other ops may be such, or call them inside.
+    """
+    writes = func._schema.is_mutable or out_twin(func) is not None
+    return func.namespace == "aten" and writes and func._opname.removesuffix("_") in TWINNED | _WRITERS
 
 
 @cache

@@ -154,6 +154,14 @@ def test_an_opaque_kernel_is_one_launch():
     assert (out.tolist(), len(graph)) == ([[3, 3], [3, 3]], 1)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_in_a_list_are_all_copied(size):
+    x, out = torch.arange(4.0), torch.zeros(4)
+    graph = capture(lambda: out.copy_(torch.cat(torch.unsafe_split(x, size)) + 1))
+    graph.replay()
+    assert out.tolist() == [1, 2, 3, 4]
+
+
 def test_results_that_nobody_wants_are_not_copied():
     x, out = torch.randn(3, 4).bfloat16(), torch.zeros(3, 4).bfloat16()
     graph = capture(lambda: out.copy_(torch.layer_norm(x, (4,))))

@@ -97,7 +97,7 @@ class Launch:
         if twin is None:
             targets = [None if operand is None else operand.tensor for operand in self.returns]
             run = bind_fastest(self.func, args, kwargs)
-            if len(targets) == 1:
+            if [str(value.type) for value in self.func._schema.returns] == ["Tensor"]:
                 return partial(_run_and_copy_one, self.func.name(), run, results[0])
             return partial(_run_and_copy, self.func.name(), run, targets)
         kept = {name: value for name, value in kwargs.items() if name not in TENSOR_OPTIONS}

@@ -82,23 +82,23 @@ def call_often(compiled: Any, *args: Any, times: int = 3) -> Any:
 
 
 def owners() -> list[CapturedCallable]:
-    """The live callables, oldest first."""
-    return sorted(captured._live, key=lambda owner: owner._title)
+    """The live callables, in the order in which they were made."""
+    gc.collect()
+    return sorted(captured._live, key=lambda owner: int(owner._title.split()[-1]))
 
 
 def the_owner() -> CapturedCallable:
-    """The only live callable."""
-    (owner,) = owners()
-    return owner
+    """The callable that was made last."""
+    return owners()[-1]
 
 
 def entries() -> list[Entry]:
-    """What the only live callable has captured."""
+    """What the callable that was made last has captured."""
     return list(the_owner()._entries._entries.values())
 
 
 def captured_sizes() -> list[int]:
-    """The first size of every captured bucket of the only live callable, in ascending order."""
+    """The first size of every captured bucket of that callable, in ascending order."""
     return sorted(entry.bucket[0] for entry in entries())
 
 

@@ -1,0 +1,390 @@
+"""Calls inside of calls and calls from several threads: none touches the workspace of another, and none hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from case_helpers import rows
+from runtime_helpers import call_often, captured_sizes, compile_host
+from torch import Tensor
+from toy_ops import Host
+
+import dsv4_compile
+from dsv4_compile import counters
+
+toy = torch.ops.toy
+HOOK = {"split_ops": ("toy::hook", "toy::fresh")}
+
+
+@pytest.fixture(autouse=True)
+def plain_hook() -> Iterator[None]:
+    """The hook doubles its argument, unless a test lets it do more."""
+    before = Host.function
+    yield
+    Host.function = before
+
+
+def set_hook(function: Callable[[Tensor], Tensor]) -> None:
+    Host.function = staticmethod(function)
+
+
+def hooked(x: Tensor) -> Tensor:
+    """Values live over the hook, in the workspace: a, b and their sum."""
+    a, b = x.sin(), x.cos()
+    h = a + b
+    out = torch.empty_like(h)
+    toy.hook(h, out)
+    return toy.fresh(out * a) + b + x
+
+
+def expected(x: Tensor) -> Tensor:
+    out = 2 * (x.sin() + x.cos())
+    return 2 * (out * x.sin()) + x.cos() + x
+
+
+def call(compiled: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return compiled(x)
+
+
+# calls inside of calls
+
+
+@pytest.mark.parametrize("inner", [5, 8], ids=["same bucket", "other bucket"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["warm-up", "capture", "replay", "second replay"])
+def test_call_from_inside_of_an_eager_op_runs_uncaptured(at: int, inner: int) -> None:
+    compiled = compile_host(hooked, **HOOK)
+    results = []
+
+    def nested(q: Tensor) -> Tensor:
+        set_hook(lambda q: 2 * q)
+        x = rows(inner)
+        results.append((call(compiled, x), expected(x)))
+        return 2 * q
+
+    for index in range(5):
+        x = rows(5)
+        if index == at:
+            set_hook(nested)
+        with counters.expect(uncaptured_calls=(index == 0) + (index == at), captures=int(index == 1)):
+            torch.testing.assert_close(call(compiled, x), expected(x))
+    ((result, wanted),) = results
+    torch.testing.assert_close(result, wanted)
+    assert captured_sizes() == [5]
+
+
+def test_recursion() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    depth = 0
+
+    def recurse(q: Tensor) -> Tensor:
+        nonlocal depth
+        if depth == 4:
+            return 2 * q
+        depth += 1
+        x = rows(5 + depth % 2)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+        depth -= 1
+        return 2 * q
+
+    set_hook(recurse)
+    for index in range(4):
+        with counters.expect(uncaptured_calls=4 + (index == 0), captures=int(index == 1)):
+            x = rows(5)
+            torch.testing.assert_close(call(compiled, x), expected(x))
+    assert captured_sizes() == [5]
+
+
+def test_recursion_into_the_graph_of_one_token() -> None:
+    """It has a workspace of its own, so both calls may be captured."""
+    compiled = compile_host(hooked, **HOOK)
+
+    def nested(q: Tensor) -> Tensor:
+        if q.shape[0] > 1:
+            x = rows(1)
+            torch.testing.assert_close(call(compiled, x), expected(x))
+        return 2 * q
+
+    set_hook(nested)
+    with counters.expect(captures=2, uncaptured_calls=2, replays=2 * 4):
+        for _ in range(5):
+            x = rows(5)
+            torch.testing.assert_close(call(compiled, x), expected(x))
+
+
+def test_one_compiled_function_calls_another() -> None:
+    inner = compile_host(lambda x: toy.fresh(x * 3) + 1)
+    outer = compile_host(hooked, **HOOK)
+    set_hook(lambda q: call(inner, q) / 3 - 1 / 3)
+    with counters.expect(captures=2 * 2, uncaptured_calls=2 * 2):
+        for n in (5, 6) * 4:
+            x = rows(n)
+            torch.testing.assert_close(call(outer, x), expected(x))
+
+
+def test_nested_call_that_raises_leaves_the_outer_one_usable() -> None:
+    compiled = compile_host(hooked, **HOOK)
+
+    def fail(q: Tensor) -> Tensor:
+        raise KeyError("inner")
+
+    def nested(q: Tensor) -> Tensor:
+        set_hook(fail)
+        with pytest.raises(KeyError, match="inner"):
+            call(compiled, rows(5))
+        set_hook(nested)
+        return 2 * q
+
+    set_hook(nested)
+    for _ in range(4):
+        x = rows(5)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+    set_hook(lambda q: 2 * q)
+    with counters.expect(replays=1, uncaptured_calls=0):
+        x = rows(5)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+
+
+def test_capture_ahead_from_inside_of_a_call_captures_nothing() -> None:
+    compiled = compile_host(hooked, **HOOK)
+
+    def nested(q: Tensor) -> Tensor:
+        set_hook(lambda q: 2 * q)
+        dsv4_compile.capture(compiled, rows, sizes=(6,), progress=False)
+        return 2 * q
+
+    set_hook(nested)
+    for _ in range(4):
+        x = rows(5)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+    assert captured_sizes() == [5]
+
+
+@pytest.mark.xfail(strict=True, reason="R16: the program that runs is released")
+def test_reset_from_inside_of_a_call() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    call_often(compiled, rows(5))
+
+    def reset(q: Tensor) -> Tensor:
+        set_hook(lambda q: 2 * q)
+        torch._dynamo.reset()
+        return 2 * q
+
+    set_hook(reset)
+    for _ in range(4):
+        x = rows(5)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+
+
+# calls from several threads
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(index)` in threads that start together; the first exception of one passes on."""
+    barrier = threading.Barrier(count)
+
+    def start(index: int) -> None:
+        barrier.wait(30)
+        work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(start, index) for index in range(count)]:
+            future.result(timeout=120)
+
+
+def test_threads_share_the_buckets_of_one_function() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    call(compiled, rows(9))  # Dynamo compiles in one thread
+
+    def work(index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        for _ in range(25):
+            n = int(torch.randint(5, 9, (), generator=generator))
+            x = torch.randn(n, 4, generator=generator)
+            torch.testing.assert_close(call(compiled, x), expected(x))
+
+    with counters.expect(recaptures=0):
+        in_threads(4, work)
+    assert captured_sizes() == [5, 6, 7, 8]
+
+
+def test_threads_that_meet_a_new_bucket_together_capture_it_once() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    call(compiled, rows(9))
+
+    def work(index: int) -> None:
+        x = rows(5)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+
+    with counters.expect(captures=1, recaptures=0):
+        in_threads(4, work)
+
+
+def test_threads_with_functions_of_their_own() -> None:
+    """One captures while the others replay."""
+    functions = [lambda x, k=k: toy.fresh(x * k) + hooked(x) for k in (2.0, 3.0, 5.0)]
+    compiled = [compile_host(function, **HOOK) for function in functions]
+    for function in compiled:
+        call(function, rows(9))
+
+    def work(index: int) -> None:
+        for n in range(5, 13):
+            for _ in range(4):
+                x = rows(n)
+                torch.testing.assert_close(call(compiled[index], x), functions[index](x))
+
+    with counters.expect(captures=3 * 7 + 3, recaptures=0):  # 5 to 12; 9 was warmed up
+        in_threads(3, work)
+
+
+def test_active_call_is_not_disturbed_by_another_thread() -> None:
+    """While one call sits in its eager op, another thread asks for the same bucket and for a new one."""
+    compiled = compile_host(hooked, **HOOK)
+    call_often(compiled, rows(5))
+    others = []
+
+    def other() -> None:
+        for n in (5, 6, 6, 5):
+            x = rows(n)
+            others.append((call(compiled, x), expected(x)))
+
+    thread = threading.Thread(target=other)
+
+    def wait(q: Tensor) -> Tensor:
+        set_hook(lambda q: 2 * q)
+        thread.start()
+        thread.join(0.2)  # it may go on, or wait for this call
+        return 2 * q
+
+    set_hook(wait)
+    x = rows(5)
+    torch.testing.assert_close(call(compiled, x), expected(x))
+    thread.join(60)
+    assert len(others) == 4
+    for result, wanted in others:
+        torch.testing.assert_close(result, wanted)
+
+
+def test_exception_in_a_thread_does_not_keep_others_out() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    call_often(compiled, rows(5))
+
+    def fail(q: Tensor) -> Tensor:
+        raise KeyError("on purpose")
+
+    def work(index: int) -> None:
+        with pytest.raises(KeyError, match="on purpose"):
+            call(compiled, rows(5))
+
+    set_hook(fail)
+    in_threads(3, work)
+    set_hook(lambda q: 2 * q)
+    x = rows(5)
+    torch.testing.assert_close(call(compiled, x), expected(x))
+
+
+def test_thread_that_ends_leaves_its_captures_to_others() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    in_threads(1, lambda index: call_often(compiled, rows(5)))
+    with counters.expect(captures=0, replays=1):
+        x = rows(5)
+        torch.testing.assert_close(call(compiled, x), expected(x))
+
+
+def test_grad_mode_of_one_thread_is_no_matter_of_another() -> None:
+    compiled = compile_host(hooked, **HOOK)
+    call(compiled, rows(9))
+    seen = []
+
+    def work(index: int) -> None:
+        for _ in range(5):
+            call(compiled, rows(5 + index))
+        seen.append(torch.is_grad_enabled())
+
+    in_threads(2, work)
+    assert seen == [True, True]
+
+
+MUTUAL = """
+    import threading
+    import torch
+    from test_threads import HOOK, compile_host, hooked, rows, set_hook
+
+    first, second = (compile_host(lambda x, k=k: hooked(x) * k, **HOOK) for k in (2, 3))
+    with torch.no_grad():
+        for _ in range(3):
+            first(rows(5)), second(rows(5))
+    inside = threading.Barrier(2)
+    own = threading.local()
+
+    def hook(q):
+        if getattr(own, "inner", None) is None:
+            return 2 * q
+        inner, own.inner = own.inner, None
+        inside.wait(30)
+        with torch.no_grad():
+            return inner(q)
+
+    def run(outer, inner):
+        own.inner = inner
+        with torch.no_grad():
+            outer(rows(5))
+
+    set_hook(hook)
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in ((first, second), (second, first))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    print("hang" if any(thread.is_alive() for thread in threads) else "done")
+"""
+
+POOL = """
+    from concurrent.futures import ThreadPoolExecutor
+    import os
+    import threading
+    import torch
+    from test_threads import HOOK, compile_host, expected, hooked, rows, set_hook
+
+    compiled = compile_host(hooked, **HOOK)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(5))
+    pool = ThreadPoolExecutor(1)
+
+    def run(q):
+        with torch.no_grad():
+            compiled(q)
+
+    def hook(q):
+        set_hook(lambda q: 2 * q)
+        pool.submit(run, rows(5)).result(5)
+        return 2 * q
+
+    set_hook(hook)
+    x = rows(5)
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), expected(x))
+        print("done", flush=True)
+    except TimeoutError:
+        print("hang", flush=True)
+    os._exit(0)  # the worker may hang
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="R15: each waits for the lock that the other holds")
+@pytest.mark.parametrize("script", [MUTUAL, POOL], ids=["mutual calls", "worker thread"])
+def test_threads_that_wait_for_each_other_do_not_hang(script: str) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "done", done.stderr

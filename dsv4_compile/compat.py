@@ -77,6 +77,11 @@ def source_of(placeholder: fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method until torch 2.9, a property since
 
 
+def is_float_argument(placeholder: fx.Node) -> bool:
+    """A float of the user that Dynamo turned into a 0-dim tensor and an `.item()`."""
+    return bool(getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
 def graph_break_reason(gm: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the function did, or None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)

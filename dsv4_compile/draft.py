@@ -45,6 +45,7 @@ class GraphInput:
         provenance: of its storage; a size has none and says so.
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
         owned: a parameter or buffer of a module, which lives as long as the module does.
+        number: a Python float that Dynamo passes as a 0-dim tensor; nothing else can share its memory.
     """
 
     node: fx.Node
@@ -53,6 +54,7 @@ class GraphInput:
     provenance: Provenance
     static: bool
     owned: bool
+    number: bool
 
 
 class InputRole(enum.Enum):

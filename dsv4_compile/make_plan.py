@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .compat import expr_of, hint_of, is_unbacked, op_name
+from .compat import expr_of, hint_of, op_name
 from .config import Config, runner_reason
 from .draft import Draft, GraphInput, Provenance, TensorMeta, Unit
 from .ops.registry import find_op
@@ -49,7 +49,7 @@ def token_count(draft: Draft) -> sympy.Expr | None:
     for node in draft.working_nodes():
         if why_split(draft, node) == "split op":
             tokens = _tokens_of_call(draft, node)
-            if tokens is None or not any(is_unbacked(symbol) for symbol in tokens.free_symbols):
+            if tokens is None or tokens.free_symbols <= draft.symbols.keys():
                 return tokens  # a split op on rows that data selects is no measure of the batch
     for graph_input in draft.inputs:
         if isinstance(graph_input.value, torch.Tensor) and not graph_input.static and graph_input.value.dim():

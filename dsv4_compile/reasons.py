@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .compat import expr_of, is_unbacked, op_name, wrapped_op
+from .compat import expr_of, op_name, wrapped_op
 from .draft import Access, Draft, Provenance, TensorMeta
 from .ops.registry import Role, find_op
 
@@ -38,20 +39,43 @@ def why_reads_step(draft: Draft, node: fx.Node) -> str | None:
     return None
 
 
-def why_not_capturable(draft: Draft, node: fx.Node, read_off_data: set[fx.Node], device: torch.device) -> str | None:
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What the question whether a node can be captured needs to know of the whole graph.
+
+    Attributes:
+        device: where the graph works.
+        numbers: nodes that carry a number read off data.
+        strided: strided views of inputs that move; a staged copy has no memory outside of what the input shows.
+    """
+
+    device: torch.device
+    numbers: frozenset[fx.Node]
+    strided: frozenset[fx.Node]
+
+
+def graph_facts(draft: Draft) -> GraphFacts:
+    """Gather the facts, with one pass over the graph for each."""
+    return GraphFacts(graph_device(draft), frozenset(_numbers_read_off_data(draft)), frozenset(_strided_views(draft)))
+
+
+def why_not_capturable(draft: Draft, node: fx.Node, facts: GraphFacts) -> str | None:
     """A graph cannot hold the node: it syncs, its size or an argument depends on data, or it works elsewhere."""
     effects = draft.effects[node]
     if effects.uncapturable:
         return effects.uncapturable
-    if has_unbacked_size(effects.result):
+    if has_unknown_size(draft, effects.result):
         return "its size depends on data"
-    sized = [arg.name for arg in node.all_input_nodes if has_unbacked_size(draft.effects[arg].result)]
+    sized = [arg.name for arg in node.all_input_nodes if has_unknown_size(draft, draft.effects[arg].result)]
     if sized:
         return f"takes {sized[0]}, whose size depends on data"
-    baked = sorted(arg.name for arg in node.all_input_nodes if arg in read_off_data)
+    baked = sorted(arg.name for arg in node.all_input_nodes if arg in facts.numbers)
     if baked:
         return f"takes {baked[0]}, a number read off data"
-    return _why_elsewhere(draft, node, device)
+    strided = sorted(arg.name for arg in node.all_input_nodes if arg in facts.strided)
+    if strided:
+        return f"takes {strided[0]}, which may show memory around an input that moves"
+    return _why_elsewhere(draft, node, facts.device)
 
 
 def is_preparation(draft: Draft, node: fx.Node) -> bool:
@@ -81,7 +105,24 @@ def step_state_name(draft: Draft, access: Access) -> str:
     return input_name(draft, access.storage) if is_input else access.argument
 
 
-def numbers_read_off_data(draft: Draft) -> set[fx.Node]:
+def _strided_views(draft: Draft) -> set[fx.Node]:
+    moving = {
+        result.storage
+        for graph_input in draft.inputs
+        if not graph_input.static and isinstance(result := draft.effects[graph_input.node].result, TensorMeta)
+    }
+    found: set[fx.Node] = set()
+    for node in draft.gm.graph.nodes:
+        effects = draft.effects[node]
+        if not effects.is_free or node.op == "placeholder" or not isinstance(effects.result, TensorMeta):
+            continue
+        is_strided = "as_strided" in str(getattr(node.target, "__name__", node.target))
+        if effects.result.storage in moving and (is_strided or found & set(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _numbers_read_off_data(draft: Draft) -> set[fx.Node]:
     """Nodes that carry a number read off data, directly or through arithmetic.
 
     Host scalars of the graph's inputs are not among them: they are part of the bucket, so a graph may bake them.
@@ -96,10 +137,10 @@ def numbers_read_off_data(draft: Draft) -> set[fx.Node]:
     return found
 
 
-def has_unbacked_size(result: Any) -> bool:
-    """Whether the shape of a result, or of an item of it, depends on data."""
+def has_unknown_size(draft: Draft, result: Any) -> bool:
+    """Whether the shape of a result, or of an item of it, depends on more than the sizes of the graph's inputs."""
     sizes = (size for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta) for size in meta.shape)
-    return any(is_unbacked(symbol) for size in sizes for symbol in expr_of(size).free_symbols)
+    return any(not expr_of(size).free_symbols <= draft.symbols.keys() for size in sizes)
 
 
 def _why_elsewhere(draft: Draft, node: fx.Node, device: torch.device) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .compat import expr_of, is_static_input, source_of
+from .compat import expr_of, is_float_argument, is_static_input, source_of
 from .draft import Draft, GraphInput, Provenance
 from .errors import TrainingError, UnsupportedInputError
 from .ops.registry import RegisteredOp
@@ -50,6 +50,7 @@ def draft_graph(
             value=fake,
             provenance=_provenance(example),
             static=isinstance(example, torch.Tensor) and is_static_input(example),
+            number=is_float_argument(node),
             owned=re.search(r"\._(parameters|buffers)\[", source_of(node)) is not None,
         )
         for node, example, fake in zip(placeholders, example_inputs, fakes, strict=True)

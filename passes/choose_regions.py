@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from ..draft import Draft
-from ..reasons import graph_device, is_preparation, numbers_read_off_data, why_not_capturable, why_reads_step, why_split
+from ..reasons import graph_facts, is_preparation, why_not_capturable, why_reads_step, why_split
 
 BETWEEN = "wide: between preparation and split op"
 NO_SPLIT_OP = "the graph calls no split op: nothing in it is kept eager for attention"
@@ -28,11 +28,11 @@ def choose_regions(draft: Draft, *, runner: str, region: str) -> Draft:
     """Fill in `eager`: a reason for every node that runs eagerly; note a graph without a split op."""
     nodes = draft.working_nodes()
     splits = {node: reason for node in nodes if (reason := why_split(draft, node))}
-    read_off_data, device = numbers_read_off_data(draft), graph_device(draft)
+    facts = graph_facts(draft)
     eager = dict(splits)
     readers_are_eager = region == "minimal" and runner == "mrv1"
     for node in nodes:
-        reason = why_not_capturable(draft, node, read_off_data, device)
+        reason = why_not_capturable(draft, node, facts)
         if reason is None and readers_are_eager:
             reason = why_reads_step(draft, node)
         if reason is not None:

@@ -73,12 +73,16 @@ def _run(draft: Draft, stand_ins: StandIns) -> Draft:
     effects = interpreter.effects
     for constant in interpreter.constants:
         provenance.setdefault(constant, Provenance.CONSTANT)
-    _mark(effects, interpreter.recorder.step_state, provenance)
+    floats = {graph_input.node for graph_input in draft.inputs if graph_input.number}
+    _mark(effects, interpreter.recorder.step_state, provenance, floats)
     return _filled(draft, effects, provenance)
 
 
-def _mark(effects: dict[fx.Node, Effects], step_state: set[int], provenance: dict[int, Provenance]) -> None:
+def _mark(
+    effects: dict[fx.Node, Effects], step_state: set[int], provenance: dict[int, Provenance], floats: set[fx.Node]
+) -> None:
     written = {storage for node_effects in effects.values() for storage in node_effects.writes}
+    writes_inputs = bool(written & provenance.keys())
     for storage, origin in list(provenance.items()):
         if storage in step_state:
             provenance[storage] = Provenance.STEP_STATE
@@ -87,7 +91,8 @@ def _mark(effects: dict[fx.Node, Effects], step_state: set[int], provenance: dic
     for node, node_effects in effects.items():
         for storage in node_effects.makes:
             provenance[storage] = Provenance.ACTIVATION
-        if node_effects.bucket_scalar and node_effects.reads & written:
+        if node_effects.bucket_scalar and writes_inputs and node.args[0] not in floats:
+            # some call may pass a scalar that shares memory with what is written, and Dynamo has no guard for that
             effects[node] = replace(node_effects, bucket_scalar=False)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..compat import resolve_overload
+from ..compat import op_name, resolve_overload
 from ..draft import Draft
 from ..errors import UnsupportedInputError, UnsupportedTransformError
 from ..userlines import where
@@ -38,8 +38,8 @@ def resolve_targets(draft: Draft) -> Draft:
         _refuse_transform(node)
         if node.op == "call_function" and _is_op(node.target):
             _call_overload(node)
-        elif node.op == "call_method" and node.target in _METADATA_METHODS:
-            _make_view(node)
+        if (view := _view_target(node)) is not None:
+            _make_view(node, view)
     return draft
 
 
@@ -72,7 +72,19 @@ def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _make_view(node: fx.Node) -> None:
+def _view_target(node: fx.Node) -> Any:
+    """For a call that changes the shape of its argument in place: the target that returns a view of that shape."""
+    if node.op == "call_method":
+        return _METADATA_METHODS.get(str(node.target))
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.inplace_view not in node.target.tags:
+        return None
+    packet = getattr(torch.ops.aten, node.target._opname.removesuffix("_"), None)
+    if packet is None or node.target._overloadname not in packet.overloads():
+        raise UnsupportedInputError(f"{op_name(node.target)} changes a tensor's memory in place ({where(node)})")
+    return getattr(packet, node.target._overloadname)
+
+
+def _make_view(node: fx.Node, view: Any) -> None:
     base = node.args[0]
     assert isinstance(base, fx.Node)
     # `y = h.add_(1)` and `h.contiguous()` may be the very tensor object `h`, whose shape changes with it
@@ -81,10 +93,10 @@ def _make_view(node: fx.Node) -> None:
     base = next((other for other in names if other.op == "placeholder"), base)
     if base.op == "placeholder":
         raise UnsupportedInputError(
-            f"{base.name}.{node.target}() changes the shape of the caller's own tensor in place, which a replay cannot "
-            f"repeat; write {base.name}.{_METADATA_METHODS[str(node.target)]}() instead"
+            f"{base.name}.{node.name}() changes the shape of the caller's own tensor in place ({where(node)}), which a "
+            f"replay cannot repeat; use the view that {str(view).partition('.')[0]} would give instead"
         )
-    node.target = _METADATA_METHODS[str(node.target)]
+    node.target = view
     later = set(_after(node))
     for name in names:
         name.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)

@@ -4,8 +4,9 @@
     call 2                builds its program: each piece is captured and replayed at once
     later calls           look the program up by sizes and addresses, and run it
 
-Threads and nesting: one call at a time uses the workspace. Another thread waits for it; a call from inside of a call
-(an eager op that calls the compiled model) runs uncaptured in memory of its own, and is counted so.
+Threads and nesting: one call at a time uses the workspace. A call that comes while it does, from another thread or from
+inside of it (an eager op that calls the compiled model), runs uncaptured in memory of its own, and is counted so. It
+does not wait: an eager op may itself wait for the thread that would.
 
 A program whose parameters or buffers die goes with them. One whose static inputs have moved is captured again, in the
 place of the old one. Nothing global refers to this object but a weak set, by which `torch._dynamo.reset()` reaches it.
@@ -80,8 +81,7 @@ class CapturedCallable:
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
         switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
         self._modes: Callable[[], AbstractContextManager[None]] = restored_modes if switches else nullcontext
-        self._lock = threading.RLock()
-        self._is_running = False
+        self._lock = threading.Lock()
         self._start_empty()
         _live.add(self)
 
@@ -99,15 +99,13 @@ class CapturedCallable:
 
     def __call__(self, *args: Any) -> Any:
         """Serve a call: by its program, by building one, or uncaptured."""
-        with self._lock:
-            if self._is_running:
-                return self._uncaptured(*args)
-            self._is_running = True
-            try:
-                with self._modes(), restored_inputs(self._draft, args) if is_restoring() else nullcontext():
-                    result = self._serve(args)
-            finally:
-                self._is_running = False
+        if not self._lock.acquire(blocking=False):
+            return self._uncaptured(*args)
+        try:
+            with self._modes(), restored_inputs(self._draft, args) if is_restoring() else nullcontext():
+                result = self._serve(args)
+        finally:
+            self._lock.release()
         if self._draft.leaves_grad is not None:
             torch.set_grad_enabled(self._draft.leaves_grad)
         return result
@@ -194,10 +192,12 @@ class CapturedCallable:
         )
 
     def release(self) -> None:
-        """Free every program, the pool and the arenas; the next call starts from a warm-up."""
-        with self._lock:
-            self._entries.clear()
-            self._start_empty()
+        """Let go of every program, the pool and the arenas; the next call starts from a warm-up.
+
+        A call that is running keeps what it uses until it ends.
+        """
+        self._entries.clear()
+        self._start_empty()
 
 
 def release_all() -> None:

@@ -31,6 +31,7 @@ class CheckedReplay:
         self._slots = slots
         self._replay = replay
         written = {storage for node in unit.nodes for storage in draft.effects[node].writes}
+        self._names = {graph_input.node: graph_input.name for graph_input in draft.inputs}
         self._written = [index for index, node in enumerate(unit.inputs) if _storage(draft, node) in written]
 
     def __call__(self) -> None:
@@ -51,7 +52,8 @@ class CheckedReplay:
         for node, slot, value in zip(self._unit.outputs, self._slots, expected, strict=True):
             self._compare(f"its result {node.name}", slot, value)
         for index, clone in zip(self._written, clones, strict=True):
-            self._compare(f"what it wrote to {self._unit.inputs[index].name}", self._inputs[index], clone)
+            node = self._unit.inputs[index]
+            self._compare(f"what it wrote to {self._names.get(node, node.name)}", self._inputs[index], clone)
 
     def _compare(self, what: str, replayed: Tensor, eager: Tensor) -> None:
         try:

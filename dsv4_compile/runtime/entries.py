@@ -92,4 +92,3 @@ class Entries:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._stale.add(entry.bucket)
-            entry.program.release()

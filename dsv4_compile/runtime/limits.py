@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import sympy
 
@@ -56,7 +56,7 @@ class Limits:
 
 
 def _largest_symbols(tokens: sympy.Expr, bound: int, slots: Sequence[Slot]) -> dict[sympy.Symbol, int] | None:
-    """The value of the one size symbol at which the token count reaches its bound, if slots depend on no other."""
+    """The largest value of the one size symbol that keeps the token count within its bound, if slots need no other."""
     free: set[sympy.Symbol] = set()
     for slot in slots:
         free |= {symbol for size in (*slot.meta.shape, *slot.meta.stride) for symbol in expr_of(size).free_symbols}
@@ -65,8 +65,15 @@ def _largest_symbols(tokens: sympy.Expr, bound: int, slots: Sequence[Slot]) -> d
     if free != tokens.free_symbols or len(free) != 1:
         return None
     (symbol,) = free
-    if tokens == symbol:
-        return {symbol: bound}
-    unknown = sympy.Symbol("unknown", positive=True)  # the symbol itself may carry assumptions that hinder solving
-    solutions = sympy.solve(tokens.xreplace({symbol: unknown}) - bound, unknown)
-    return {symbol: int(sympy.floor(solutions[0]))} if len(solutions) == 1 and solutions[0].is_real else None
+    return {symbol: _largest_value(lambda value: Sizes({symbol: value}).of_expr(tokens) <= bound)}
+
+
+def _largest_value(fits: Callable[[int], bool]) -> int:
+    """The largest value that fits, by bisection: a token count grows with the size that it comes from."""
+    low, high = 0, 1
+    while fits(high) and high < 1 << 40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

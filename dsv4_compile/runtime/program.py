@@ -41,17 +41,12 @@ class Program:
     Attributes:
         run: takes the arguments of the graph as one tuple and returns its outputs.
         source: its text.
-        captured: the recordings of its pieces.
+        captured: the recordings of its pieces, whose memory goes with the last reference to the program.
     """
 
     run: Callable[[tuple[Any, ...]], Any]
     source: str
     captured: tuple[Captured, ...]
-
-    def release(self) -> None:
-        """Free the recordings."""
-        for captured in self.captured:
-            captured.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +237,7 @@ class _Builder:
         if effects.is_free and not effects.only_allocates and all(arg in self._stable for arg in node.all_input_nodes):
             self._bind(node, value)
             return
+        self._stable.discard(node)  # a view that an earlier unit made of a stable base
         text = self._source.call_text(node, self._operands)
         self._values[node], self._operands[node] = value, f"v_{node.name}"
         if node.users:

@@ -13,7 +13,7 @@ from torch import fx
 
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
-from ..reasons import has_unbacked_size
+from ..reasons import has_unknown_size
 from .check_results import check_layout
 from .modes import restored_modes
 from .sizes import Sizes, sizes_of_call
@@ -71,7 +71,7 @@ class UncapturedCallable:
     def _check(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> None:
         for node, result in zip(unit.outputs, results, strict=True):
             meta = self._draft.effects[node].result
-            if isinstance(meta, TensorMeta) and not has_unbacked_size(meta):
+            if isinstance(meta, TensorMeta) and not has_unknown_size(self._draft, meta):
                 promised = torch.empty(sizes.all_of(meta.shape), dtype=meta.dtype, device="meta")
                 check_layout(self._draft, node, result, promised)
 

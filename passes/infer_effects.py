@@ -89,6 +89,9 @@ def _mark(
         elif origin is Provenance.BUFFER and storage in written:
             provenance[storage] = Provenance.CACHE
     for node, node_effects in effects.items():
+        if node_effects.only_allocates and _has_unbacked_size(node_effects.result):
+            # nobody but the node itself can make it: its size is not known at the start of a call
+            effects[node] = node_effects = replace(node_effects, pinned=True)
         for storage in node_effects.makes:
             provenance[storage] = Provenance.ACTIVATION
         if node_effects.bucket_scalar and writes_inputs and node.args[0] not in floats:
@@ -217,6 +220,11 @@ def _is_read_off_data(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bo
     if isinstance(traced, _SYMBOLIC):
         return any(isinstance(env[arg], torch.Tensor) for arg in n.all_input_nodes)
     return bool(n.meta.get("unbacked_bindings"))
+
+
+def _has_unbacked_size(result: Any) -> bool:
+    metas = (meta for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta))
+    return any(_is_unbacked(size) for meta in metas for size in meta.shape)
 
 
 def _is_unbacked(traced: Any) -> bool:

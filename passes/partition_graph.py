@@ -73,7 +73,7 @@ def _closures(
 
 def _shared_allocations(draft: Draft, runs: Sequence[Run], home: Mapping[fx.Node, int]) -> frozenset[fx.Node]:
     """Allocations that more than one unit touches; one of whose shape another allocation is made does not count."""
-    every = frozenset(node for node, effects in draft.effects.items() if effects.only_allocates)
+    every = frozenset(node for node, effects in draft.effects.items() if effects.only_allocates and effects.is_free)
     touched = Counter(node for closure in _closures(draft, runs, home, every) for node in closure.inputs)
     return frozenset(node for node in every if touched[node] > 1)
 

@@ -363,3 +363,18 @@ def test_find_copies_tells_constants_and_axes_apart() -> None:
 
     _, draft, _ = drafts_of(fn, X, torch.zeros(4, 4), torch.ones(4, 4), split_ops=SPLIT)
     assert draft.copies == {"piece_1": "piece_0"}
+
+
+def test_an_allocation_of_unknown_size_is_made_where_it_stands() -> None:
+    def fn(x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        out = torch.empty(rows.shape[0], 4)
+        torch.ops.toy.attn(x[rows], out)
+        y = x * 2
+        torch.ops.toy.attn(out * 1, out)
+        return out.sum() + y
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        texts, draft, _ = drafts_of(fn, X + 1, split_ops=SPLIT)
+    assert draft.allocations == ()
+    assert "empty(sym_size_int, 4)" in texts["partition_graph"]

@@ -76,7 +76,7 @@ class CapturedCallable:
         self._config = config
         self._engine = engine
         self._limits = Limits(config, tokens, bound, draft.slots)
-        self._uncaptured = UncapturedCallable(draft, check_layouts=True)
+        self._uncaptured = UncapturedCallable(draft)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
         switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
@@ -126,7 +126,7 @@ class CapturedCallable:
         if self._limits.excludes(sizes):
             return self._uncaptured(*args)
         if bucket not in self._warm:
-            result = self._uncaptured(*args)
+            result = self._uncaptured.warm_up(args, self._engine.warm_up)
             self._note_warm(bucket)  # only now: a call that failed half-way has warmed up half of it
             return result
         key = self._settle_moving_inputs(key, args)

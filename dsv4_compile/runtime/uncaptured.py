@@ -18,19 +18,19 @@ from .check_results import check_layout
 from .modes import restored_modes
 from .sizes import Sizes, sizes_of_call
 
+WarmUp = Callable[[Callable[[], None]], None]
+
 
 class UncapturedCallable:
     """Takes and returns what Dynamo's graph does; holds no state of a call, so any thread may call it at any time.
 
     Args:
         draft: the partitioned graph.
-        check_layouts: see that what crosses is what the plan has for it, before a capture relies on it.
     """
 
-    def __init__(self, draft: Draft, *, check_layouts: bool = False) -> None:
+    def __init__(self, draft: Draft) -> None:
         assert draft.epilogue is not None, "the graph is partitioned by now"
         self._draft = draft
-        self._check_layouts = check_layouts
         self._epilogue = draft.epilogue
         self._placeholders = [graph_input.node for graph_input in draft.inputs]
         self._scalars = [node for node, effects in draft.effects.items() if effects.bucket_scalar]
@@ -52,13 +52,31 @@ class UncapturedCallable:
 
     def __call__(self, *args: Any) -> Any:
         """Run every unit."""
+        return self._run(args, None)
+
+    def warm_up(self, args: Sequence[Any], run_piece: WarmUp) -> Any:
+        """Run every unit before a capture of these sizes.
+
+        Args:
+            args: of the call.
+            run_piece: calls a function where the engine will record it.
+
+        Raises:
+            LayoutMismatchError: an op's result differs from what its fake promised, on which the plan relies.
+        """
+        return self._run(args, run_piece)
+
+    def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
         with restored_modes():
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
             sizes = self._prepare(values)
             for unit, function, last_used in self._steps:
-                results = function(*[values[node] for node in unit.inputs])
-                if self._check_layouts:
+                inputs = [values[node] for node in unit.inputs]
+                if run_piece is None:
+                    results = function(*inputs)
+                else:
+                    results = _through(run_piece if unit.kind == "piece" else _call, function, inputs)
                     self._check(unit, results, sizes)
                 values.update(zip(unit.outputs, results, strict=True))
                 for node in last_used:
@@ -85,3 +103,14 @@ class UncapturedCallable:
             assert isinstance(meta, TensorMeta), "an allocation makes a tensor"
             values[node] = sizes.allocate(meta)
         return sizes
+
+
+def _call(function: Callable[[], None]) -> None:
+    function()
+
+
+def _through(run_piece: WarmUp, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """What `function` returns, called by `run_piece`, which takes and returns nothing."""
+    results: list[Any] = []
+    run_piece(lambda: results.append(function(*inputs)))
+    return results[0]

@@ -37,7 +37,7 @@ def make_plan(draft: Draft, config: Config) -> Plan:
             (str(symbol), hint_of(node.meta["example_value"])) for symbol, node in draft.symbols.items()
         ),
         workspace=_workspace(draft),
-        notes=draft.notes + tuple(_uncalled(draft, config)),
+        notes=(*draft.notes, *_uncalled(draft, config), *_uncaptured(draft)),
     )
 
 
@@ -154,6 +154,11 @@ def _workspace(draft: Draft) -> PlanWorkspace:
         lower_bound=placement.lower_bound,
         unshared=placement.unshared,
     )
+
+
+def _uncaptured(draft: Draft) -> Iterator[str]:
+    if draft.uncaptured is not None:
+        yield f"calls run uncaptured: {draft.uncaptured}"
 
 
 def _uncalled(draft: Draft, config: Config) -> Iterator[str]:

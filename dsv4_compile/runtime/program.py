@@ -254,7 +254,8 @@ class _Builder:
             self._source.line(line)
         self._copy_back()
         positions = {graph_input.node: position for position, graph_input in enumerate(self._draft.inputs)}
-        self._stable = {node for node in self._stable if not isinstance(self._values[node], Tensor)}
+        # the caller's tensors are new in every call, so only numbers are the same object still
+        self._stable = {node for node in self._stable if isinstance(self._values[node], (int, float))}
         for node in epilogue.inputs:
             if node in positions and self._context.roles[node] is not InputRole.NUMBER:
                 # what the caller passed comes back as the caller's own tensor

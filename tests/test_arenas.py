@@ -96,7 +96,6 @@ def test_bound_holds_where_the_token_count_is_an_expression(allocations: Allocat
     assert len(allocations.made) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="R13: no solution of an expression with a floor division")
 def test_bound_holds_where_the_token_count_is_a_part_of_the_rows(allocations: Allocations) -> None:
     def f(x: Tensor) -> Tensor:
         return toy.fresh(x[: x.shape[0] // 3] * 2) + 1

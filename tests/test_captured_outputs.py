@@ -81,9 +81,7 @@ ALIASES = [
     views_only,
     of_eager_result,
     same_twice,
-    pytest.param(
-        chunks, marks=pytest.mark.xfail(strict=True, reason="R12: chunks that an eager op took are handed out stale")
-    ),
+    chunks,
     written_view,
     allocated,
     of_written_input,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ class Artifacts:
         self._folder = None if config.dump_dir is None else claim_folder(Path(config.dump_dir))
         self._count = itertools.count()
         self._nodes = 0
+        self._programs: Counter[str] = Counter()
 
     def observe(self, stage: str, draft: Draft) -> None:
         """Show the graph after a stage."""
@@ -56,9 +57,12 @@ class Artifacts:
         for note in draft.notes:  # the plan has remarks of its own, which are no cause for worry
             log.warning("%s", note)
 
-    def show_program(self, bucket: Sequence[object], source: str) -> None:
+    def show_program(self, sizes: Sequence[object], source: str) -> None:
         """Show the program of a bucket that was captured."""
-        self._show(f"program_{'_'.join(map(_file_part, bucket)) or 'static'}.py", lambda: source)
+        label = "_".join(map(str, sizes)) or "static"
+        self._programs[label] += 1
+        again = "" if self._programs[label] == 1 else f"-{self._programs[label]}"  # other floats, or captured again
+        self._show(f"program_{label}{again}.py", lambda: source)
 
     def _show(self, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
         if self._folder is not None:
@@ -80,11 +84,6 @@ def claim_folder(parent: Path) -> Path:
             raise OptionError(f"option dump_dir={str(parent)!r}: cannot make a folder there: {error}") from error
         return folder
     raise AssertionError("unreachable: there is always a next number")
-
-
-def _file_part(number: object) -> str:
-    """A size or host scalar as a part of a file name."""
-    return re.sub(r"[^0-9A-Za-z.+-]", "_", str(number))
 
 
 def _code(gm: fx.GraphModule) -> str:

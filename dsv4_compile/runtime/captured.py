@@ -58,7 +58,7 @@ class CapturedCallable:
         engine: who records.
         tokens: the token count as an expression, or None.
         bound: the largest token count, if known.
-        show_program: is told the bucket and the text of each program.
+        show_program: is told the sizes and the text of each program.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class CapturedCallable:
             return self._uncaptured(*args)
         program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
         is_again = self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
-        self._show_program(bucket, program.source)
+        self._show_program(sizes_of_bucket(bucket), program.source)
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
         return result
 
@@ -182,7 +182,7 @@ class CapturedCallable:
             draft=self._draft,
             roles=self._roles,
             sizes=sizes,
-            title=f"{self._title}, bucket {bucket}",
+            title=f"{self._title}, bucket {sizes_of_bucket(bucket)}",
             engine=self._engine,
             pool=self._engine.make_pool() if self._config.pool == "bucket" else self._pool,
             arena=arena,
@@ -198,6 +198,11 @@ class CapturedCallable:
         """
         self._entries.clear()
         self._start_empty()
+
+
+def sizes_of_bucket(bucket: Bucket) -> Bucket:
+    """The sizes and ints of a bucket; its floats, which may be many, only tell calls apart."""
+    return tuple(number for number in bucket if isinstance(number, int))
 
 
 def release_all() -> None:

@@ -88,13 +88,16 @@ def build_program(context: BuildContext, args: Sequence[Any]) -> tuple[Program, 
         Exception: whatever an op raises.
     """
     builder = _Builder(context, args)
-    builder.bind_inputs()
-    for unit in context.draft.units:
-        if unit.kind == "piece":
-            builder.add_piece(unit)
-        else:
-            builder.add_region(unit)
-    return builder.finish()
+    try:
+        builder.bind_inputs()
+        for unit in context.draft.units:
+            if unit.kind == "piece":
+                builder.add_piece(unit)
+            else:
+                builder.add_region(unit)
+        return builder.finish()
+    finally:
+        builder.write_back()  # what was written before a failure stays written, as in eager
 
 
 class _Builder:
@@ -109,7 +112,7 @@ class _Builder:
         self._operands: dict[fx.Node, str] = {}
         self._stable: set[fx.Node] = set()
         self._captured: list[Captured] = []
-        self._write_back: list[str] = []
+        self._staged_writes: list[tuple[Tensor, Tensor]] = []
         self._slots = {
             slot.node: slot_tensor(context.arena, offset, slot.meta, context.sizes)
             for slot, offset in zip(context.draft.slots, context.placement.offsets, strict=True)
@@ -144,7 +147,13 @@ class _Builder:
         self._source.line(f"{self._source.name_of(copy, 'stage')}(args[{position}])")
         copy(arg)
         if written_back:
-            self._write_back.append(f"args[{position}].copy_({self._operands[node]})")
+            self._source.last_line(f"args[{position}].copy_({self._operands[node]})")
+            self._staged_writes.append((arg, buffer))
+
+    def write_back(self) -> None:
+        """Give the caller's tensors what was written to their staged copies."""
+        for arg, buffer in self._staged_writes:
+            arg.copy_(buffer)
 
     def _own_buffer(self, node: fx.Node) -> Tensor:
         meta = self._meta(node)
@@ -250,9 +259,6 @@ class _Builder:
         """Make the outputs; the program and the result of this call."""
         epilogue = self._draft.epilogue
         assert epilogue is not None, "the graph is partitioned by now"
-        for line in self._write_back:
-            self._source.line(line)
-        self._copy_back()
         positions = {graph_input.node: position for position, graph_input in enumerate(self._draft.inputs)}
         # the caller's tensors are new in every call, so only numbers are the same object still
         self._stable = {node for node in self._stable if isinstance(self._values[node], (int, float))}
@@ -268,11 +274,6 @@ class _Builder:
         self._source.line(f"return {self._source.text_of(output, self._operands)}")
         program = Program(self._source.function(), self._source.text(), tuple(self._captured))
         return program, result
-
-    def _copy_back(self) -> None:
-        for position, graph_input in enumerate(self._draft.inputs):
-            if self._context.roles[graph_input.node] is InputRole.WRITTEN_BACK:
-                self._args[position].copy_(self._values[graph_input.node])
 
     def _hand_out(self, node: fx.Node) -> None:
         """An output that lives in the arena: a clone, or with static outputs a copy in a buffer of the bucket."""

@@ -21,12 +21,19 @@ class SourceWriter:
     def __init__(self, title: str) -> None:
         self._title = title
         self._lines: list[str] = []
+        self._last_lines: list[str] = []
+        self._guarded_from = 0
         self._objects: dict[str, Any] = {}
         self._names: dict[int, str] = {}
 
     def line(self, text: str) -> None:
         """Add a statement."""
         self._lines.append(f"    {text}")
+
+    def last_line(self, text: str) -> None:
+        """Add a statement that runs at the end of a call, also of one that fails behind this point."""
+        self._last_lines.append(text)
+        self._guarded_from = len(self._lines)
 
     def name_of(self, value: Any, prefix: str) -> str:
         """The name under which the program finds an object, which it keeps alive."""
@@ -63,7 +70,12 @@ class SourceWriter:
 
     def text(self) -> str:
         """The source of the function."""
-        return "\n".join([f"# {self._title}", "def program(args):", *self._lines])
+        lines = self._lines
+        if self._last_lines:
+            first, guarded = lines[: self._guarded_from], [f"    {line}" for line in lines[self._guarded_from :]]
+            last = [f"        {line}" for line in self._last_lines]
+            lines = [*first, "    try:", *guarded, "    finally:", *last]
+        return "\n".join([f"# {self._title}", "def program(args):", *lines])
 
     def function(self) -> Callable[[tuple[Any, ...]], Any]:
         """The compiled function; a traceback shows its lines."""

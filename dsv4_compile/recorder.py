@@ -63,7 +63,7 @@ class Recording:
     random: bool = False
     barrier: str | None = None
     uncapturable: str | None = None
-    makers: set[str] = field(default_factory=set)
+    makers: set[Any] = field(default_factory=set)
     pinned: bool = False
 
     def effects(self, value: Any) -> Effects:
@@ -78,7 +78,7 @@ class Recording:
             writes=frozenset(access.storage for access in self.accesses if access.write),
             makes=frozenset(self.makes),
             ops=tuple(self.ops),
-            only_allocates=bool(self.makers) and self.makers <= _ALLOCATIONS,
+            only_allocates=bool(self.makers) and all(map(is_allocation, self.makers)),
             random=self.random,
             pinned=self.pinned,
             barrier=barrier,
@@ -122,7 +122,7 @@ class EffectsRecorder(TorchDispatchMode):
         made = {self.storages.number(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)} - before
         if made:
             recording.makes |= made
-            recording.makers.add(func_name(func))
+            recording.makers.add(func)
         return result
 
     def _record_op(self, recording: Recording, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -169,7 +169,7 @@ class EffectsRecorder(TorchDispatchMode):
 
     def _check_aliasing(self, node: fx.Node, func: Any, bound: Mapping[str, Any], result: Any) -> None:
         """Refuse an op that returns (a view of) an argument although its schema promises a fresh tensor."""
-        returned = result if isinstance(result, (tuple, list)) else (result,)
+        returned = result if len(func._schema.returns) > 1 else (result,)  # one return may be a list of tensors
         taken = {self.storages.number(t): name for name, value in bound.items() for t in _tensors(value)}
         for declared, value in zip(func._schema.returns, returned, strict=False):
             for tensor in _tensors(value):
@@ -187,6 +187,11 @@ _HOST_EFFECT = "declares no effect, so it has one on the host"
 def func_name(func: Any) -> str:
     """The bare name of an op: "empty_like" for aten::empty_like.default."""
     return str(getattr(func, "_opname", func))
+
+
+def is_allocation(func: Any) -> bool:
+    """One of aten's own `empty` family; an op of that name from elsewhere may do anything."""
+    return getattr(func, "namespace", None) == "aten" and func_name(func) in _ALLOCATIONS
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -208,14 +213,15 @@ def _data_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
     """The arguments whose data the op touches, with whether it writes them."""
     returns = func._schema.returns
     # one that also returns something of its own has read the data to make it
-    is_view = func_name(func) in _UNDECLARED_VIEWS or (
+    is_undeclared_view = func.namespace == "aten" and func_name(func) in _UNDECLARED_VIEWS
+    is_view = is_undeclared_view or (
         bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     )
-    shape_only = func_name(func) in _SHAPE_ONLY or func.namespace == "prim"
+    shape_only = (func.namespace == "aten" and func_name(func) in _SHAPE_ONLY) or func.namespace == "prim"
     touched = []
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        viewed = is_view and (argument.alias_info is not None or func_name(func) in _UNDECLARED_VIEWS)
+        viewed = is_view and (argument.alias_info is not None or is_undeclared_view)
         if writes or not (viewed or shape_only):
             touched.append((argument.name, writes))
     return tuple(touched)

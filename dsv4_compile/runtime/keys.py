@@ -7,12 +7,14 @@ class, which share a compiled graph.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from ..draft import Draft, InputRole
+from ..draft import Draft, InputRole, TensorMeta
 
 Key = tuple[tuple[Any, ...], tuple[Any, ...]]
 
@@ -64,7 +66,7 @@ class OverlapCheck:
     """Whether a tensor that a graph writes shares memory with another one the call brings.
 
     Such a call must not be served by a capture that stages one of the two: Dynamo has no guard for it. The ranges of
-    static inputs that are written are part of a program's key, so they are sorted once.
+    static inputs are part of a program's key, so they are sorted once.
 
     Args:
         draft: the graph.
@@ -73,20 +75,30 @@ class OverlapCheck:
 
     def __init__(self, draft: Draft, args: Sequence[Any]) -> None:
         written = {storage for effects in draft.effects.values() for storage in effects.writes}
-        tensors = [(p, i) for p, i in enumerate(draft.inputs) if isinstance(i.value, Tensor)]
-        writes = {p for p, i in tensors if draft.effects[i.node].result.storage in written}  # type: ignore[union-attr]
-        self._fixed = sorted(_byte_range(args[p]) for p, i in tensors if i.static and p in writes)
-        self._moving = [(p, p in writes) for p, i in tensors if not i.static]
+        fixed: list[ByteRange] = []
+        fixed_written: list[ByteRange] = []
+        self._moving: list[tuple[int, bool]] = []
+        for position, graph_input in enumerate(draft.inputs):
+            meta = draft.effects[graph_input.node].result
+            if not isinstance(meta, TensorMeta):
+                continue
+            is_written = meta.storage in written
+            if graph_input.static:
+                fixed.append(_byte_range(args[position]))
+                fixed_written += fixed[-1:] if is_written else []
+            else:
+                self._moving.append((position, is_written))
         self._any_moving_write = any(is_written for _, is_written in self._moving)
-        self.check: Callable[[Sequence[Any]], bool] = self._overlaps if self._can_overlap() else _never
-
-    def _can_overlap(self) -> bool:
-        return bool(self._moving) and bool(self._fixed or (self._any_moving_write and len(self._moving) > 1))
+        self._fixed = _Ranges(fixed if self._any_moving_write else [])
+        self._fixed_written = _Ranges(fixed_written)
+        can_overlap = bool(self._moving) and (self._any_moving_write or bool(fixed_written))
+        self.check: Callable[[Sequence[Any]], bool] = self._overlaps if can_overlap else _never
 
     def _overlaps(self, args: Sequence[Any]) -> bool:
         moving = [(_byte_range(args[position]), is_written) for position, is_written in self._moving]
-        if any(_meets(byte_range, self._fixed) for byte_range, _ in moving):
-            return True
+        for byte_range, is_written in moving:
+            if (self._fixed if is_written else self._fixed_written).meet(byte_range):
+                return True
         if not self._any_moving_write:
             return False
         return any(
@@ -97,6 +109,21 @@ class OverlapCheck:
 
 
 ByteRange = tuple[int, int]
+
+
+class _Ranges:
+    """Byte ranges, which may overlap each other, sorted for a look-up by bisection."""
+
+    def __init__(self, ranges: Sequence[ByteRange]) -> None:
+        ordered = sorted(ranges)
+        self._starts = [start for start, _ in ordered]
+        self._furthest = list(itertools.accumulate((end for _, end in ordered), max))
+
+    def meet(self, byte_range: ByteRange) -> bool:
+        """Whether a range touches any of them: one that starts before its end reaches beyond its start."""
+        start, end = byte_range
+        before = bisect.bisect_left(self._starts, end)
+        return before > 0 and start < end and self._furthest[before - 1] > start
 
 
 def _never(args: Sequence[Any]) -> bool:
@@ -113,8 +140,3 @@ def _byte_range(tensor: Tensor) -> ByteRange:
 
 def _touch(first: ByteRange, second: ByteRange) -> bool:
     return first[0] < second[1] and second[0] < first[1]
-
-
-def _meets(byte_range: ByteRange, ranges: Sequence[ByteRange]) -> bool:
-    """Whether a range touches any of a sorted list; two written static inputs may overlap each other."""
-    return any(_touch(byte_range, other) for other in ranges)

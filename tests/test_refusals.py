@@ -1,0 +1,159 @@
+"""What cannot be right is refused by name: readers of step state in disguise, transforms, training inside, lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import odd_ops  # noqa: F401
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from toy_ops import SPLIT
+
+import dsv4_compile
+from dsv4_compile.errors import (
+    AliasingOpError,
+    Dsv4Error,
+    HazardError,
+    TrainingError,
+    UnsupportedInputError,
+    UnsupportedTransformError,
+)
+
+toy, odd = torch.ops.toy, torch.ops.odd
+
+
+@pytest.fixture(autouse=True)
+def _step_ops() -> None:
+    dsv4_compile.register_op("toy::kv_write", role="prepare", step_state=("slots",))
+    dsv4_compile.register_op("toy::context_write", role="prepare", reads_context=True)
+    dsv4_compile.register_op("odd::context_add", role="prepare", reads_context=True)
+
+
+def sliced(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    toy.kv_write(x, slots[:5].view(-1), cache)
+
+
+def converted(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    toy.kv_write(x, slots.int().long(), cache)
+
+
+def computed(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    toy.kv_write(x, slots + 1, cache)
+
+
+def copied(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    toy.kv_write(x, torch.empty_like(slots).copy_(slots), cache)
+
+
+def in_a_checkpoint(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    checkpoint(toy.kv_write, x, slots, cache, use_reentrant=False)
+
+
+def from_the_context(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    toy.context_write(x, cache)
+
+
+def by_a_composite_op(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    odd.context_add(x, cache)
+
+
+READERS = (sliced, converted, computed, copied, in_a_checkpoint, from_the_context, by_a_composite_op)
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_a_reader_of_step_state_is_found_in_every_disguise(reader: Callable[..., Any]) -> None:
+    def fn(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        reader(x, slots, cache)
+        return toy.fresh(x)
+
+    def plan(region: str) -> Any:
+        arguments = (torch.randn(5, 4), torch.arange(5), torch.zeros(8, 4))
+        options = {"split_ops": SPLIT, "runner": "mrv1", "region": region}
+        return dsv4_compile.explain(fn, *arguments, options=options)
+
+    with pytest.raises(HazardError, match=r"(reads the step (state|context)).*but it would be captured under mrv1"):
+        plan("narrow")
+    for region in ("wide", "minimal"):
+        eager = [op.op for unit in plan(region).regions for op in unit.ops]
+        assert any("write" in op or "context" in op or "checkpoint" in op for op in eager), eager
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options={"split_ops": SPLIT, **options})
+
+
+def refuses(fn: Callable[..., Any], error: type[Dsv4Error], message: str) -> None:
+    """Compiled, with and without `fullgraph`: no graph break may hide the error."""
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        refused = torch.compile(
+            fn, backend="dsv4_piecewise", dynamic=True, fullgraph=fullgraph, options={"split_ops": SPLIT}
+        )
+        with torch.no_grad(), pytest.raises(error, match=message):
+            refused(torch.randn(5, 4), torch.randn(5, 4))
+
+
+def test_transforms_of_functions() -> None:
+    refuses(
+        lambda x, y: toy.fresh(torch.func.vmap(lambda row: row * 2 + row.sum())(x)),
+        UnsupportedTransformError,
+        "belongs to a torch.func transform",
+    )
+    refuses(
+        lambda x, y: torch.func.grad(lambda z: (z * z).sum())(toy.fresh(x)),
+        UnsupportedTransformError,
+        "belongs to a torch.func transform",
+    )
+
+
+def test_shape_of_the_callers_tensor_changed_in_place() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        same = x.add_(1)  # Dynamo itself breaks the graph at x.t_()
+        same.t_()
+        return toy.fresh(y)
+
+    refuses(fn, UnsupportedInputError, r"t_\(\) changes the shape of the caller's own tensor in place")
+
+
+def test_op_that_returns_its_buffer_inside_of_a_checkpoint() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return checkpoint(toy.liar, x, y, use_reentrant=False)
+
+    refuses(fn, AliasingOpError, "op toy::liar.default returns memory of its argument 'buf'")
+
+
+def test_grad_enabled_inside() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return toy.fresh(x @ weight)
+
+    with torch.no_grad(), pytest.raises(TrainingError, match="weight requires grad"):
+        compiled(fn)(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("region", ["narrow", "wide", "minimal"])
+def test_a_split_op_runs_eagerly_even_if_it_only_makes_a_view(region: str) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 2
+        head = odd.head_of(h, 2)
+        g = toy.fresh(h)
+        head.add_(g[:2])
+        return toy.fresh(h), head
+
+    options = {"split_ops": (*SPLIT, "odd::head_of"), "region": region}
+    plan = dsv4_compile.explain(fn, torch.randn(5, 4), options=options)
+    assert [op.op for unit in plan.regions for op in unit.ops].count("odd::head_of") == 1
+    assert not any(op.op == "odd::head_of" for unit in plan.pieces for op in unit.ops)
+
+
+def test_a_split_op_that_torch_takes_apart_is_one() -> None:
+    plan = dsv4_compile.explain(
+        lambda x: odd.double(x + 1) + 1, torch.randn(5, 4), options={"split_ops": ["odd::double"]}
+    )
+    assert [[op.op for op in unit.ops] for unit in plan.units] == [["add"], ["odd::double"], ["add"]]
+    assert not any("never calls" in note for note in plan.notes)

@@ -1,35 +1,41 @@
-"""Serve a checkpoint with our attention, and check every token against transformers' own `generate`.
+"""From a checkpoint to served tokens, once eagerly and once for each way to place the eager holes.
 
-Without `--model` it makes a small random checkpoint once, in a cache folder and in the standard format. The prompts
-are plain bytes, so no tokenizer is needed; with random weights the answers mean nothing, but they must be the same.
-Long prompts are prefilled in chunks while others decode already.
+Without `--model` it makes a small random checkpoint once, in a cache folder and in the standard format; with random
+weights the answers mean nothing, but they must be the same. Four requests run at once, a fifth joins when one leaves,
+and a long prompt is prefilled in chunks while others decode already. The exit code says whether every configuration
+gave the tokens of transformers' own `generate`.
 
-    python examples/serve_checkpoint.py --tokens 16 --runner mrv1
-    python examples/serve_checkpoint.py --model path/to/DeepSeek-V4
+    python examples/serve_checkpoint.py --tokens 8 --runner mrv1
+    python examples/serve_checkpoint.py --model path/to/DeepSeek-V4 --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from _serving import Served, load_tokenizer, reference, serve_batch, small_checkpoint, stop_tokens, summarise_plan
+from safetensors import SafetensorError
 from transformers.utils import logging
 
+import dsv4_compile
 from dsv4_compile.errors import Dsv4Error
-from dsv4_compile.integrations.transformers import load_original, swap_attention
-from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2
+from dsv4_compile.integrations.transformers import SwappedModel, load_original, swap_attention
+from dsv4_compile.plan import Plan
+from dsv4_compile.runners import ModelInputs, ModelRunner, ModelRunnerV1, ModelRunnerV2
 
 RUNNERS: dict[str, type[ModelRunner]] = {"mrv1": ModelRunnerV1, "mrv2": ModelRunnerV2}
-CHUNK = 64
-RATIOS = (0, 4, 128)  # the three kinds of layer, in turn
+CONFIGURATIONS = (("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow"))
+REGIONS = ("wide", "minimal", "narrow")
+CHUNK = 64  # tokens of a step at most
+BATCH_SIZES = (2, 4, 16, 64)  # what steps are padded to; each is captured
 PROMPTS = (
     "Hi",
     "A block table says where a request keeps its keys.",
@@ -39,107 +45,166 @@ PROMPTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table: a configuration, what it served, and for a compiled one its plan and set-up time."""
+
+    name: str
+    served: Served
+    plan: Plan | None = None
+    capture_s: float | None = None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; 0 if all tokens are equal, 1 if not, 2 if it could not run."""
     options = parse_options(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return serve(options.model or tiny_checkpoint(options.layers), options.tokens, RUNNERS[options.runner])
+        return run(options)
     except (Dsv4Error, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        complaint = str(error)
+    except (SafetensorError, json.JSONDecodeError) as error:
+        complaint = f"{error}; a file of the checkpoint is damaged or incomplete, copy it again"
+    print(f"error: {options.model or 'small checkpoint'}: {' '.join(complaint.split())}", file=sys.stderr)
+    return 2
 
 
-def serve(folder: Path, num_tokens: int, runner_type: type[ModelRunner]) -> int:
-    """Answer the prompts with a runner and with transformers, and compare."""
-    original = load_original(folder).eval()
-    prompts = [list(prompt.encode()) for prompt in PROMPTS]
-    longest = max(map(len, prompts)) + num_tokens
-    positions = min(longest, original.config.max_position_embeddings)
-    model = swap_attention(original, max_position_embeddings=positions, max_num_batched_tokens=CHUNK)
-    print(f"checkpoint {folder}: {model.config.num_hidden_layers} layers, {original.dtype}")
-    runner = runner_type(model, model.config, max_num_reqs=4, max_num_batched_tokens=CHUNK, max_model_len=longest)
-    start = time.perf_counter()
-    answers = runner.generate(prompts, num_tokens, stop_tokens=stop_tokens(original))
-    seconds = time.perf_counter() - start
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        print(f"{shorten(prompt):>34} -> {' '.join(map(str, answer))}")
-    print(f"{len(prompts)} requests, {sum(map(len, answers))} tokens in {seconds:.2f} s by {runner_type.__name__}")
-    num_equal = sum(answer == reference(original, p, num_tokens) for p, answer in zip(prompts, answers, strict=True))
-    if num_equal < len(prompts):
-        print(f"tokens DIFFER from transformers' own generate in {len(prompts) - num_equal} of {len(prompts)} requests")
-        return 1
-    print(f"all tokens equal transformers' own generate ({num_equal} of {len(prompts)} requests)")
-    return 0
+def run(options: argparse.Namespace) -> int:
+    """Load, serve in every configuration, compare, print."""
+    folder = options.model or small_checkpoint(options.layers)
+    original = load(folder, options.device)
+    tokenizer = load_tokenizer(folder)
+    texts = options.prompt or PROMPTS
+    prompts = [tokenizer.encode(text) for text in texts]
+    serving = Serving(original, prompts, options.tokens)
+    print(f"checkpoint {folder}: {original.config.num_hidden_layers} layers, {original.dtype}, {options.device}")
+    rows = [serving.eager()]
+    for runner, region in chosen(options.runner, options.region):
+        sizes = ", ".join(map(str, BATCH_SIZES))
+        print(f"{runner} {region}: planning, compiling, capturing batches of {sizes} tokens", flush=True)
+        rows.append(serving.compiled(runner, region))
+    expected = [reference(original, prompt, options.tokens) for prompt in prompts]
+    print()
+    print_answers(texts, rows[-1].served, tokenizer)
+    print_plans(rows)
+    print_table(rows)
+    return print_verdict(rows, expected)
 
 
-def reference(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """The same prompt, alone and unpaged, by transformers."""
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+def load(folder: Path, device: torch.device) -> Any:
+    """The model as transformers loads it, with experts that can be captured."""
+    original: Any = load_original(folder, device=device).eval()
+    if device.type == "cpu" or original.dtype != torch.bfloat16:
+        # transformers' grouped experts read the routing back to the host there, which no graph can hold
+        original.set_experts_implementation("batched_mm")
+    return original
+
+
+class Serving:
+    """A model with our attention and the requests it is to serve, again and again under other configurations."""
+
+    def __init__(self, original: Any, prompts: Sequence[list[int]], num_tokens: int) -> None:
+        self._prompts, self._num_tokens, self._stop = prompts, num_tokens, stop_tokens(original)
+        self._longest = max(map(len, prompts)) + num_tokens
+        positions = min(self._longest, original.config.max_position_embeddings)
+        self._model: SwappedModel = swap_attention(
+            original, max_position_embeddings=positions, max_num_batched_tokens=CHUNK
         )
-    new_tokens: list[int] = generated[0, len(prompt) :].tolist()
-    return new_tokens
+
+    def eager(self) -> Row:
+        """Our attention without a compiler."""
+        runner = self._runner("mrv1", self._model)
+        with torch.no_grad():
+            self._model(*arguments_of(runner.padding_inputs(CHUNK)))  # pay for first calls of kernels before measuring
+        return Row(name="eager", served=self._serve(runner))
+
+    def compiled(self, runner_name: str, region: str) -> Row:
+        """Compiled for one kind of runner, with its eager holes placed by one policy."""
+        torch.compiler.reset()  # frees what the last configuration captured
+        options: dict[str, Any] = {"runner": runner_name, "region": region, "max_tokens": CHUNK}
+        compiled = torch.compile(self._model, backend="dsv4_piecewise", dynamic=True, options=options)
+        runner = self._runner(runner_name, compiled)
+        plan = dsv4_compile.explain(self._model, *arguments_of(runner.padding_inputs(CHUNK)), options=options)
+        start = time.perf_counter()
+        dsv4_compile.capture(compiled, lambda size: arguments_of(runner.padding_inputs(size)), BATCH_SIZES)
+        seconds = time.perf_counter() - start
+        return Row(name=f"{runner_name} {region}", served=self._serve(runner), plan=plan, capture_s=seconds)
+
+    def _runner(self, name: str, model: Any) -> ModelRunner:
+        return RUNNERS[name](
+            model,
+            self._model.config,
+            max_num_reqs=4,
+            max_num_batched_tokens=CHUNK,
+            max_model_len=self._longest,
+            buckets=BATCH_SIZES,
+            attention=self._model,
+        )
+
+    def _serve(self, runner: ModelRunner) -> Served:
+        return serve_batch(runner, self._prompts, self._num_tokens, self._stop)
 
 
-def stop_tokens(model: Any) -> list[int]:
-    """The ids at which transformers would stop."""
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+def arguments_of(inputs: ModelInputs) -> tuple[Any, ...]:
+    """What the model is called with."""
+    return inputs.input_ids, inputs.positions, inputs.step
 
 
-def shorten(text: str) -> str:
-    """Text that fits a column."""
-    return repr(text) if len(text) <= 20 else f"{text[:17]!r}... ({len(text)})"
+def print_answers(texts: Sequence[str], served: Served, tokenizer: Any) -> None:
+    """What was generated, in the order of the prompts."""
+    for text, answer in zip(texts, served.answers, strict=True):
+        shown = repr(text) if len(text) <= 20 else f"{text[:17]!r}... ({len(text)})"
+        print(f"{shown:>34} -> {tokenizer.decode(answer)}")
 
 
-def tiny_checkpoint(num_layers: int) -> Path:
-    """The folder of a small random checkpoint, made if it is not there yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4_compile"
-    folder = cache / f"tiny-{num_layers}-layers"
-    if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as unfinished:
-            random_model(num_layers).save_pretrained(Path(unfinished) / "checkpoint")
-            (Path(unfinished) / "checkpoint").rename(folder)
-    return folder
+def print_plans(rows: Sequence[Row]) -> None:
+    """What the compiler did, a few lines for each configuration."""
+    for row in rows:
+        if row.plan is not None:
+            print("\n" + "\n".join(summarise_plan(row.name, row.plan)))
 
 
-def random_model(num_layers: int) -> DeepseekV4ForCausalLM:
-    """A DeepSeek V4 with small sizes and random weights, those that are made as zeros included."""
-    config = DeepseekV4Config(
-        vocab_size=256,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        head_dim=32,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        num_experts_per_tok=2,
-        n_routed_experts=8,
-        max_position_embeddings=4096,
-        compress_ratios=[RATIOS[layer % 3] for layer in range(num_layers)],
-        num_hash_layers=1,
-        o_groups=2,
-        o_lora_rank=16,
-        index_head_dim=16,
-        index_topk=16,
-        rope_parameters={"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256},
-    )
-    model = DeepseekV4ForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) + name.endswith("norm.weight"))
-        for name, buffer in model.named_buffers():
-            if name.endswith("tid2eid"):  # which experts a token goes to in the first layers
-                buffer.random_(config.n_routed_experts, generator=generator)
-    return model
+def print_table(rows: Sequence[Row]) -> None:
+    """One line for each configuration; what a configuration has not is a dash."""
+    columns = ("first token", "decode step", "replays", "eager ops", "capture", "workspace")
+    units = ("ms", "ms", "of steps", "a step", "s", "bytes")
+    print()
+    for name, cells in (("", columns), ("", units), *((row.name, cells_of(row)) for row in rows)):
+        print(f"{name:<14}" + "".join(f"{cell:>13}" for cell in cells))
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """The cells of a row under the columns of the table."""
+    served = row.served
+    decode = "-" if served.decode_step_s is None else f"{served.decode_step_s * 1e3:.1f}"
+    times = (f"{served.first_token_s * 1e3:.1f}", decode)
+    if row.plan is None:
+        return (*times, "-", "all", "-", "-")
+    replays = f"{served.replays} of {served.num_steps}"
+    eager_ops = f"{served.eager_ops / served.num_steps:.0f}"
+    return (*times, replays, eager_ops, f"{row.capture_s:.1f}", str(row.plan.workspace.planned))
+
+
+def print_verdict(rows: Sequence[Row], expected: Sequence[list[int]]) -> int:
+    """Say whether every configuration gave the tokens of transformers, and return the exit code."""
+    print()
+    differing = [row.name for row in rows if row.served.answers != expected]
+    for row in rows:
+        if row.name in differing:
+            wrong = sum(answer != right for answer, right in zip(row.served.answers, expected, strict=True))
+            print(f"{row.name}: tokens DIFFER from transformers' own generate in {wrong} of {len(expected)} requests")
+    if not differing:
+        names = ", ".join(row.name for row in rows)
+        print(f"{names}: the same tokens as transformers' own generate ({len(expected)} requests)")
+    return 1 if differing else 0
+
+
+def chosen(runner: str | None, region: str | None) -> list[tuple[str, str]]:
+    """The configurations to run: both given name one, one of them picks those of the default list."""
+    if runner and region:
+        return [(runner, region)]
+    return [(one, where) for one, where in CONFIGURATIONS if runner in (None, one) and region in (None, where)]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,11 +216,14 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; a wrong value ends the program with one line."""
-    parser = _Parser(description="Serve a checkpoint with our attention and compare with transformers.")
+    parser = _Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: a small random one, made once")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: five of our own")
     parser.add_argument("--tokens", type=positive, default=16, help="new tokens a request (default 16)")
     parser.add_argument("--layers", type=positive, help="layers of the small random checkpoint (default 4)")
-    parser.add_argument("--runner", choices=RUNNERS, default="mrv2", help="default mrv2")
+    parser.add_argument("--runner", choices=RUNNERS, help="only this one; default both")
+    parser.add_argument("--region", choices=REGIONS, help="only this one; with --runner, any pair")
+    parser.add_argument("--device", type=device, default="cpu", help='"cpu" (default), "cuda" or "cuda:1"')
     options = parser.parse_args(arguments)
     if options.model and options.layers:
         parser.error("--layers is for the small random checkpoint; it can't go with --model")
@@ -168,6 +236,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def device(text: str) -> torch.device:
+    """A CPU, or a CUDA device that is there."""
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise argparse.ArgumentTypeError(f'{text!r} is not "cpu", "cuda" or "cuda:1"')
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return torch.device(text)
 
 
 if __name__ == "__main__":

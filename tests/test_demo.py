@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hf_models import random_hf_model, tiny_hf_config
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_checkpoint.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SAME = "the same tokens as transformers' own generate"
 
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    spec = importlib.util.spec_from_file_location("serve_checkpoint", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("serve_checkpoint")
 
 
-@pytest.mark.parametrize("runner", ["mrv1", "mrv2"])
-def test_it_serves_what_transformers_generates(
-    demo: ModuleType, capsys: pytest.CaptureFixture[str], runner: str
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_configuration_serves_what_transformers_generates(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--tokens", "3", "--layers", "3", "--runner", runner]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == "all tokens equal transformers' own generate (5 of 5 requests)"
-    assert printed[1].startswith("                              'Hi' -> ")
-    assert len(printed[1].split("->")[1].split()) == 3
+    assert demo.main(["--tokens", "3", "--layers", "3"]) == 0
+    printed = printed_lines(capsys)
+    assert printed[-1] == f"eager, mrv1 wide, mrv1 minimal, mrv2 narrow: {SAME} (5 requests)"
+    assert any(line.startswith("                              'Hi' -> ") for line in printed)
+    assert "    split op: dsv4::forward_mqa x3, dsv4::sparse_indexer x1" in printed
+    rows = {line[:14].strip(): line[14:].split() for line in printed[-6:-2]}
+    assert rows["eager"][2:] == ["-", "all", "-", "-"]
+    # layers SWA, C4A, C128A: wide 2 + 7 + 3 eager ops, minimal 2 + 5 + 3, narrow 1 + 2 + 1
+    assert [rows[name][5] for name in ("mrv1 wide", "mrv1 minimal", "mrv2 narrow")] == ["12", "10", "4"]
+    for name in ("mrv1 wide", "mrv1 minimal", "mrv2 narrow"):
+        assert rows[name][2] == rows[name][4]  # "n of n": every step was a replay
+        assert int(rows[name][7]) > 0
 
 
-def test_the_checkpoint_is_made_once_and_can_be_named(demo: ModuleType, tmp_path: Path) -> None:
-    folder = demo.tiny_checkpoint(2)
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ([], [("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow")]),
+        (["--runner", "mrv1"], [("mrv1", "wide"), ("mrv1", "minimal")]),
+        (["--region", "narrow"], [("mrv2", "narrow")]),
+        (["--runner", "mrv2", "--region", "wide"], [("mrv2", "wide")]),
+    ],
+)
+def test_options_choose_configurations(demo: ModuleType, arguments: list[str], names: list[tuple[str, str]]) -> None:
+    options = demo.parse_options(arguments)
+    assert demo.chosen(options.runner, options.region) == names
+
+
+def test_a_checkpoint_of_another_shape(demo: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tiny_hf_config(
+        (128, 4, 4),
+        vocab_size=300,
+        num_attention_heads=6,
+        o_groups=3,
+        index_n_heads=8,
+        index_topk=4,
+        sliding_window=16,
+        hc_sinkhorn_iters=2,
+    )
+    random_hf_model(config).save_pretrained(tmp_path / "other")
+    arguments = ["--model", str(tmp_path / "other"), "--tokens", "4", "--region", "minimal", "--prompt", "x" * 150]
+    assert demo.main([*arguments, "--prompt", "short"]) == 0
+    printed = printed_lines(capsys)
+    assert printed[-1] == f"eager, mrv1 minimal: {SAME} (2 requests)"
+    assert "    split op: dsv4::forward_mqa x3, dsv4::sparse_indexer x2" in printed
+
+
+def test_the_checkpoint_is_made_once(demo: ModuleType, tmp_path: Path) -> None:
+    folder = demo.small_checkpoint(2)
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert demo.tiny_checkpoint(2) == folder
+    assert demo.small_checkpoint(2) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
-    assert [path.name for path in (tmp_path / "dsv4_compile").iterdir()] == ["tiny-2-layers"]
-    assert demo.main(["--model", str(folder), "--tokens", "1"]) == 0
+    assert [path.name for path in (tmp_path / "dsv4_compile").iterdir()] == ["small-2-layers"]
 
 
 def test_a_difference_is_an_exit_code(
@@ -49,8 +91,17 @@ def test_a_difference_is_an_exit_code(
     monkeypatch.setattr(
         demo, "reference", lambda model, prompt, tokens: [-1] if len(prompt) == 2 else right(model, prompt, tokens)
     )
-    assert demo.main(["--tokens", "1", "--layers", "1"]) == 1
-    assert "tokens DIFFER from transformers' own generate in 1 of 5 requests" in capsys.readouterr().out
+    assert demo.main(["--tokens", "1", "--layers", "1", "--region", "narrow"]) == 1
+    printed = printed_lines(capsys)
+    assert [line.partition(":")[0] for line in printed if "DIFFER" in line] == ["eager", "mrv2 narrow"]
+    assert printed[-1].endswith("tokens DIFFER from transformers' own generate in 1 of 5 requests")
+
+
+def test_bytes_are_shown_as_text_where_they_can_be() -> None:
+    serving = importlib.import_module("_serving")
+    tokenizer = serving.ByteTokenizer()
+    assert tokenizer.encode("aé") == [97, 195, 169]
+    assert tokenizer.decode([97, 10, 300]) == "a<10><300>"
 
 
 @pytest.mark.parametrize(
@@ -59,14 +110,59 @@ def test_a_difference_is_an_exit_code(
         (["--tokens", "0"], "argument --tokens: '0' is not a whole number of at least 1"),
         (["--layers", "many"], "argument --layers: 'many' is not a whole number of at least 1"),
         (["--runner", "mrv3"], "argument --runner: invalid choice: 'mrv3'"),
+        (["--region", "small"], "argument --region: invalid choice: 'small'"),
+        (["--device", "tpu"], 'argument --device: \'tpu\' is not "cpu", "cuda" or "cuda:1"'),
+        (["--device", "cuda:99"], "argument --device: 'cuda:99': torch sees"),
         (["--model", ".", "--layers", "2"], "--layers is for the small random checkpoint"),
         (["--speed", "3"], "unrecognized arguments: --speed 3"),
-        (["--model", "no-such-folder"], "no checkpoint folder at no-such-folder"),
-        (["--layers", "1", "--tokens", "4000"], "max_model_len is 4300"),
+        (["--model", "no-such-folder"], "no-such-folder: no checkpoint folder at no-such-folder"),
+        (["--layers", "1", "--tokens", "4000"], "small checkpoint: max_model_len is 4300"),
+        (["--layers", "1", "--prompt", ""], "small checkpoint: request 0: the prompt is empty"),
     ],
 )
 def test_a_wrong_argument_gets_one_line(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    check_error(demo, capsys, arguments, message)
+
+
+def test_a_region_that_is_wrong_for_the_runner_gets_one_line(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--layers", "1", "--tokens", "1", "--runner", "mrv1", "--region", "narrow"]
+    check_error(demo, capsys, arguments, "small checkpoint: ", "dsv4::qnorm_rope_kv_insert")
+
+
+def spoil_architecture(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+
+
+SPOILED = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "damaged or incomplete"),
+    "another architecture": (spoil_architecture, "only 'deepseek_v4' is served"),
+    "corrupt weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"),
+        "damaged or incomplete",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_spoiled_checkpoint_gets_one_line(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str
+) -> None:
+    spoil, message = SPOILED[fault]
+    folder = tmp_path / "spoiled"
+    shutil.copytree(demo.small_checkpoint(1), folder)
+    spoil(folder)
+    check_error(demo, capsys, ["--model", str(folder)], f"{folder}: ", message)
+
+
+def check_error(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], start: str, inside: str = ""
 ) -> None:
     try:
         code = demo.main(arguments)
@@ -75,4 +171,5 @@ def test_a_wrong_argument_gets_one_line(
     assert code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith(f"error: {message}")
+    assert lines[0].startswith(f"error: {start}")
+    assert inside in lines[0]

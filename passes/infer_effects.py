@@ -157,6 +157,11 @@ class _EffectsInterpreter(fx.Interpreter):
         except data_dependent_errors():
             # an op that unpacks a tensor on the way, such as indexing by a 0-dim tensor
             return self._known(traced), self._read_off_data(n)
+        except Exception:
+            if not isinstance(n.target, torch._ops.HigherOrderOperator):
+                raise
+            # some run under Dynamo's own modes only, such as while_loop
+            return self._known(traced), self._opaque(n)
 
     def _record_own_op(self, n: fx.Node, recording: Recording) -> None:
         if isinstance(n.target, torch._ops.OpOverload):
@@ -184,6 +189,13 @@ class _EffectsInterpreter(fx.Interpreter):
             raise _NeedsSymbolsError
         layout = tuple(shown.shape), tuple(shown.stride()), shown.storage_offset()
         return TensorMeta(*layout, value.dtype, value.device, self.recorder.storages.number(value))
+
+    def _opaque(self, n: fx.Node) -> Effects:
+        """The effects of a higher-order op that cannot be looked into: it may do anything to what it takes."""
+        tensors = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
+        storages = frozenset(self.recorder.storages.number(t) for t in tensors if isinstance(t, torch.Tensor))
+        reason = f"higher-order op {n.target} decides on the host what it runs"
+        return Effects(reads=storages, writes=storages, barrier=reason, uncapturable=reason)
 
     def _read_off_data(self, n: fx.Node) -> Effects:
         tensors = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]

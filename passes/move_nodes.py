@@ -11,6 +11,7 @@ is decided by the effect sets alone, and a checker that does not use the same ed
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -31,10 +32,18 @@ def move_nodes(draft: Draft, *, region: str) -> Draft:
     if region != "minimal" or not draft.eager:
         return draft
     before = draft.working_nodes()
-    after = order_by_phase(before, draft.eager, predecessors(before, draft.effects))
+    after = order_by_phase(before, draft.eager, _with_eager_order(before, draft))
     check_same_meaning(before, after, draft)
     _reorder(draft.gm.graph, after)
     return draft
+
+
+def _with_eager_order(nodes: Sequence[fx.Node], draft: Draft) -> Edges:
+    """The dependences, and the program order of the eager nodes: a split op may keep state that no schema shows."""
+    edges = predecessors(nodes, draft.effects)
+    for before, after in itertools.pairwise(node for node in nodes if node in draft.eager):
+        edges[after].add(before)
+    return edges
 
 
 def order_by_phase(nodes: Sequence[fx.Node], eager: Mapping[fx.Node, str], edges: Edges) -> list[fx.Node]:
@@ -85,6 +94,8 @@ def check_same_meaning(before: Sequence[fx.Node], after: Sequence[fx.Node], draf
     """Raise PlanError unless every node sees in the new order what it saw in the old one."""
     if len(after) != len(before) or set(after) != set(before):
         raise PlanError("a move lost or doubled a node")
+    if [node for node in after if node in draft.eager] != [node for node in before if node in draft.eager]:
+        raise PlanError("a move changed the order of the eager nodes")
     old, new = signature(before, draft.effects), signature(after, draft.effects)
     for node in before:
         if old[node] != new[node]:
@@ -103,9 +114,16 @@ def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
             _place(node, placed, output)
 
 
-def _place(node: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
-    for arg in node.all_input_nodes:
-        if arg not in placed:
-            _place(arg, placed, output)
-    output.prepend(node)
-    placed.add(node)
+def _place(wanted: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
+    """Put a node behind all that it needs; with a stack, since a chain of views may be long."""
+    stack = [wanted]
+    while stack:
+        node = stack[-1]
+        missing = [arg for arg in node.all_input_nodes if arg not in placed]
+        if missing:
+            stack.extend(reversed(missing))
+            continue
+        stack.pop()
+        if node not in placed:
+            output.prepend(node)
+            placed.add(node)

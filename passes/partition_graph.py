@@ -33,6 +33,7 @@ class _Closure:
 
     local: list[fx.Node] = field(default_factory=list)
     inputs: list[fx.Node] = field(default_factory=list)
+    seen: set[fx.Node] = field(default_factory=set)
 
 
 def partition_graph(draft: Draft) -> Draft:
@@ -83,25 +84,35 @@ def _close(
 ) -> _Closure:
     """Collect what unit `index` computes and what it takes, each once, in order of first use."""
     closure = _Closure()
-    seen: set[fx.Node] = set()
-
-    def visit(node: fx.Node) -> None:
-        if node in seen:
-            return
-        seen.add(node)
-        given = node.op == "placeholder" or node in shared or draft.effects[node].bucket_scalar
-        if given or home.get(draft.producer(node), index) != index:
-            closure.inputs.append(node)
-            return
-        for arg in node.all_input_nodes:
-            visit(arg)
-        closure.local.append(node)
-
     for root in roots:
-        visit(root)
-        for item in sorted(user for user in root.users if draft.producer(user) is root):
-            visit(item)
+        items = [user for user in sorted(root.users) if draft.producer(user) is root]
+        for wanted in (root, *items):
+            _collect(draft, index, wanted, home, shared, closure)
     return closure
+
+
+def _collect(
+    draft: Draft,
+    index: int,
+    wanted: fx.Node,
+    home: Mapping[fx.Node, int],
+    shared: frozenset[fx.Node],
+    closure: _Closure,
+) -> None:
+    """Add a node behind all that it needs; with a stack, since a chain of views may be long."""
+    stack = [(wanted, False)]
+    while stack:
+        node, has_its_arguments = stack.pop()
+        if has_its_arguments:
+            closure.local.append(node)
+        elif node not in closure.seen:
+            closure.seen.add(node)
+            given = node.op == "placeholder" or node in shared or draft.effects[node].bucket_scalar
+            if given or home.get(draft.producer(node), index) != index:
+                closure.inputs.append(node)
+                continue
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in reversed(node.all_input_nodes))
 
 
 def _build_unit(

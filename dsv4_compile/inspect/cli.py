@@ -1,8 +1,12 @@
-"""The command line: `python -m dsv4_compile explain MODULE:FUNCTION`.
+"""The command line: `python -m dsv4_compile explain | report | doctor`.
 
-FUNCTION takes no arguments and returns `(model, args)` or `(model, args, kwargs)`: a module or function, and the
-arguments of the call to explain. Exit code 0 for a plan, 1 for a model that the backend refuses, 2 for a command that
-makes no sense; errors are one line on standard error.
+`explain MODULE:FUNCTION` prints a plan. FUNCTION takes no arguments and returns `(model, args)` or
+`(model, args, kwargs)`: a module or function, and the arguments of the call to explain. `report DIR` makes one HTML
+page of what the option `dump_dir` wrote. `doctor` says whether the backend can be used here.
+
+Exit code 0 for an answer; 1 for a model that the backend refuses, or a machine where it cannot be used; 2 for a
+command that makes no sense. Errors are one line on standard error. Even `--help` imports torch: `python -m` imports
+the package first, and that registers its ops with torch.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from ..config import Region, Runner
@@ -24,6 +29,11 @@ Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
     try:
         model, args, kwargs = load_call(options.target)
     except ExplainError as error:
@@ -34,6 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     print(plan.to_json() if options.json else plan)
     return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    # imported when needed: the template engine is of no use to the other commands
+    from .report import write_report
+
+    try:
+        page = write_report(options.folder, options.output)
+    except ExplainError as error:
+        return _complain(error, 2)
+    print(page)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    # imported when needed: it compiles something
+    from .doctor import diagnose
+
+    diagnosis = diagnose()
+    print(diagnosis.to_json() if options.json else diagnosis)
+    return 0 if diagnosis.problem is None else 1
 
 
 def load_call(target: str) -> Call:
@@ -82,10 +113,24 @@ def _complain(error: Dsv4Error, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dsv4_compile", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("explain", help="print what is captured, what is eager and why")
+    _add_explain(commands.add_parser("explain", help="print what is captured, what is eager and why"))
+    _add_report(commands.add_parser("report", help="make an HTML page of what the option dump_dir wrote"))
+    doctor = commands.add_parser("doctor", help="say whether the backend can be used here, and what it would choose")
+    doctor.add_argument("--json", action="store_true", help="the answer as JSON")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
     command.add_argument("--runner", choices=get_args(Runner), default="auto")
     command.add_argument("--region", choices=get_args(Region), default="runner")
     command.add_argument("--split-op", action="append", default=[], metavar="NS::OP", help="may be repeated")
     command.add_argument("--json", action="store_true", help="the plan as JSON")
-    return parser
+    command.set_defaults(run=_explain)
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, metavar="DIR", help="the dump folder, or one graph_<n> in it")
+    command.add_argument("--output", type=Path, metavar="FILE", help="the page to write (default: DIR/report.html)")
+    command.set_defaults(run=_report)

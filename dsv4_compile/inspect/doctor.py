@@ -1,0 +1,158 @@
+"""`python -m dsv4_compile doctor`: can the backend be used on this machine, and what would it choose?
+
+The proof is a trial: a small function is compiled, captured and replayed on each device, and its results compared.
+What is not built is found by asking the options, so that this list cannot grow old.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, get_args
+
+import torch
+
+from ..config import Config, PieceCompiler, runner_reason
+from ..errors import Dsv4Error, OptionError
+
+LEAST_TORCH = (2, 11)
+ENTRY_POINT = ("torch_dynamo_backends", "dsv4_piecewise")
+NOT_RUN = "the cuda engine has not run on a GPU yet (docs/hardware.md)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Attributes:
+        problem: one line that says why the backend cannot be used, or None.
+        facts: what was looked at and what it is, in order.
+        not_built: options that are refused for now.
+        not_run: what no hardware has shown.
+    """
+
+    problem: str | None
+    facts: tuple[tuple[str, str], ...]
+    not_built: tuple[str, ...]
+    not_run: tuple[str, ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.facts)
+        lines = [f"{name:<{width}}  {value}" for name, value in self.facts]
+        lines += [f"{'not built':<{width}}  {item}" for item in self.not_built]
+        lines += [f"{'not run':<{width}}  {item}" for item in self.not_run]
+        lines.append("")
+        lines.append(
+            "the backend can be used" if self.problem is None else f"the backend cannot be used: {self.problem}"
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The same for programs."""
+        return json.dumps(
+            {
+                "usable": self.problem is None,
+                "problem": self.problem,
+                "facts": dict(self.facts),
+                "not_built": self.not_built,
+                "not_run": self.not_run,
+            },
+            indent=2,
+        )
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine and try the backend on each of its devices."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    config = Config()
+    return Diagnosis(
+        problem=old_torch(torch.__version__)
+        or missing_entry_point()
+        or next(filter(None, map(failed_trial, devices)), None),
+        facts=(
+            ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+            ("torch", torch.__version__),
+            ("dsv4_compile", version_of("dsv4-compile")),
+            ("transformers", version_of("transformers")),
+            ("device", describe_devices()),
+            ("engine", "auto: host for CPU inputs" + (", cuda for CUDA inputs" if "cuda" in devices else "")),
+            ("entry point", missing_entry_point() or f"found: torch.compile(model, backend={ENTRY_POINT[1]!r})"),
+            ("runner", f"{config.resolved_runner} ({runner_reason(config)})"),
+            ("region", f"{config.resolved_region} (the default of {config.resolved_runner})"),
+        ),
+        not_built=tuple(unbuilt_options()),
+        not_run=(NOT_RUN,),
+    )
+
+
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution, which is not imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def describe_devices() -> str:
+    """The GPUs, or the CPU."""
+    if not torch.cuda.is_available():
+        return f"CPU, {torch.get_num_threads()} threads; no CUDA device"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    made_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{', '.join(names)} ({made_for})"
+
+
+def old_torch(version: str) -> str | None:
+    """Why this version of torch is too old, or None."""
+    parts = tuple(int(part) for part in version.split(".")[:2])
+    if parts >= LEAST_TORCH:
+        return None
+    least = ".".join(map(str, LEAST_TORCH))
+    return f"torch {version} is older than {least}: install torch {least} or newer"
+
+
+def missing_entry_point() -> str | None:
+    """Why torch would not find the backend by its name, or None."""
+    group, name = ENTRY_POINT
+    found = [point.value for point in metadata.entry_points(group=group, name=name)]
+    if not found:
+        return f"no entry point {name!r}: install the package (pip install -e .), a folder on the path is not enough"
+    others = [value for value in found if value != "dsv4_compile.backend:dsv4_piecewise"]
+    return f"another package has an entry point {name!r}: {others[0]}" if others else None
+
+
+def failed_trial(device: str) -> str | None:
+    """Why compiling, capturing or replaying a small function fails on a device, or None."""
+    options: dict[str, Any] = {"split_ops": ["aten::bmm"]}
+    torch._dynamo.reset()
+    compiled = torch.compile(_trial, backend=ENTRY_POINT[1], dynamic=True, options=options)
+    try:
+        with torch.no_grad():
+            for step in range(3):  # warm-up, capture, replay
+                x = torch.full((2, 3, 3), step + 1.0, device=device)
+                if not torch.equal(compiled(x), _trial(x)):
+                    return f"a trial on {device} gave wrong numbers in call {step + 1}"
+    except (Dsv4Error, RuntimeError, ImportError) as error:
+        first_line = str(error).partition("\n")[0]
+        return f"a trial on {device} failed: {type(error).__name__}: {first_line}"
+    return None
+
+
+def _trial(x: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x + 1, x) * 2
+
+
+def unbuilt_options() -> Sequence[str]:
+    """Values of options that are refused because what they need is not there yet."""
+    asked: list[tuple[str, Any]] = [("piece_compiler", value) for value in get_args(PieceCompiler)]
+    asked += [("aux_streams", 1)]
+    refused = []
+    for name, value in asked:
+        try:
+            Config.from_options({name: value})
+        except OptionError:
+            refused.append(f"{name}={value!r}")
+    return refused

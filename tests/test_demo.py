@@ -171,5 +171,6 @@ def check_error(
     assert code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
+    assert "TORCHDYNAMO_VERBOSE" not in lines[0]
     assert lines[0].startswith(f"error: {start}")
     assert inside in lines[0]

@@ -1,0 +1,83 @@
+"""An op of your own as a split point: what the compiler says before, two ways to tell it, and what it makes of it.
+
+The op looks at its data on the host, as attention kernels of serving engines do to choose what they launch. Nothing in
+its schema shows that, so the compiler tries to capture it, and the capture refuses by name.
+
+    python examples/your_own_op.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dsv4_compile
+from dsv4_compile.errors import CaptureError
+
+LIBRARY = torch.library.Library("my_engine", "DEF")
+LIBRARY.define("attend(Tensor q, Tensor lengths, Tensor(a!) out) -> ()")
+
+
+def attend(q: Tensor, lengths: Tensor, out: Tensor) -> None:
+    """A stand-in for attention: sums q [T, D] over as many rows as the longest request has, into out [T, D]."""
+    longest = int(lengths.max())  # the host waits for the device here
+    out.copy_(q + q[:longest].sum(0))
+
+
+LIBRARY.impl("attend", attend, "CompositeExplicitAutograd")
+LIBRARY.impl("attend", lambda q, lengths, out: None, "Meta")
+
+
+class Layer(nn.Module):
+    """Projection, the op, projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """x [T, 16] and lengths [B] to [T, 16]."""
+        q = self.before(x)
+        out = torch.empty_like(q)
+        torch.ops.my_engine.attend(q, lengths, out)
+        attended: Tensor = self.after(out)
+        return attended
+
+
+def main() -> None:
+    """Print the refusal, then the plan and the result after each of the two ways."""
+    layer, x, lengths = Layer(), torch.randn(6, 16), torch.tensor([2, 4])
+    try:
+        call_three_times(layer, x, lengths, {})
+    except CaptureError as error:
+        print(f"not registered: {str(error).partition(chr(10))[0]}\n")
+
+    check("named in the options", layer, x, lengths, {"split_ops": ("my_engine::attend",)})
+    dsv4_compile.register_op("my_engine::attend", role="split")  # counts for every later compilation
+    check("registered", layer, x, lengths, {})
+
+
+def check(title: str, layer: Layer, x: Tensor, lengths: Tensor, options: dict[str, Any]) -> None:
+    """Compare the compiled layer with the eager one, and show the plan's regions."""
+    with torch.no_grad():
+        equal = torch.equal(call_three_times(layer, x, lengths, options), layer(x, lengths))
+    plan = dsv4_compile.explain(layer, x, lengths, options=options)
+    eager = ", ".join(f"{op.op} ({op.reason})" for region in plan.regions for op in region.ops)
+    print(
+        f"{title}: {len(plan.pieces)} pieces captured; eager: {eager}; the result {'is' if equal else 'is NOT'} equal"
+    )
+
+
+def call_three_times(layer: Layer, x: Tensor, lengths: Tensor, options: dict[str, Any]) -> Tensor:
+    """Warm-up, capture, replay; the result of the replay."""
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="dsv4_piecewise", dynamic=True, options=options)
+    with torch.no_grad():
+        results: list[Tensor] = [compiled(x, lengths) for _ in range(3)]
+    return results[-1]
+
+
+if __name__ == "__main__":
+    main()

@@ -320,9 +320,10 @@ def test_readable_bytes(count: int, text: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on this machine")
-def test_a_browser_opens_the_unit_that_the_address_names(dump: Path, tmp_path: Path) -> None:
+def test_a_browser_opens_what_the_address_names_and_tells_what_one_points_at(dump: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
-    target.write_text(render_report(read_dump(dump)), encoding="utf-8")
+    pointing = "document.querySelector('.region .cell').dispatchEvent(new Event('mouseover', {bubbles: true}))"
+    target.write_text(f"{render_report(read_dump(dump))}<script>{pointing}</script>", encoding="utf-8")
     flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
     flags += " disable-component-update disable-sync dump-dom"
     command = ["chromium", *(f"--{flag}" for flag in flags.split()), f"--user-data-dir={tmp_path / 'profile'}"]
@@ -331,3 +332,4 @@ def test_a_browser_opens_the_unit_that_the_address_names(dump: Path, tmp_path: P
     page = Page(document)
     opened = [attrs["id"] for tag, attrs, _ in page.elements if tag == "details" and "open" in attrs]
     assert opened == ["graph_0-region_0"]
+    assert page.by_id("detail").startswith("toy::fresh — eager, because: split op — test_report.py:")

@@ -80,8 +80,8 @@ def serve_batch(
     first: dict[int, float] = {}
     decodes: list[float] = []
     num_steps = 0
-    before, start = dsv4_compile.counters.snapshot(), time.perf_counter()
     with progress_bar(len(ids) * num_tokens, "tok") as advance:
+        before, start = dsv4_compile.counters.snapshot(), time.perf_counter()
         while runner.num_active:
             begin = time.perf_counter()
             result = runner.step()
@@ -105,12 +105,18 @@ def serve_batch(
 
 def summarise_plan(name: str, plan: Plan) -> Iterator[str]:
     """A few lines: how much is captured, and the eager ops by reason."""
-    captured, eager = (sum(len(unit.ops) for unit in units) for units in (plan.pieces, plan.regions))
-    yield f"{name}: {len(plan.pieces)} pieces captured ({captured} ops), {len(plan.regions)} regions eager ({eager})"
+    captured, eager = (counted(sum(len(unit.ops) for unit in units), "op") for units in (plan.pieces, plan.regions))
+    pieces, regions = counted(len(plan.pieces), "piece"), counted(len(plan.regions), "region")
+    yield f"{name}: {pieces} captured ({captured}), {regions} eager ({eager})"
     ops = [(op.reason, op.op.partition("[")[0]) for unit in plan.regions for op in unit.ops]
     for reason in dict(ops):
         times = Counter(op for why, op in ops if why == reason)
         yield f"    {reason}: {', '.join(f'{op} x{count}' for op, count in times.items())}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts, in the plural where there is more than one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def reference(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

@@ -21,12 +21,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from _serving import Served, load_tokenizer, reference, serve_batch, small_checkpoint, stop_tokens, summarise_plan
+from _serving import (
+    Served,
+    counted,
+    load_tokenizer,
+    reference,
+    serve_batch,
+    small_checkpoint,
+    stop_tokens,
+    summarise_plan,
+)
 from safetensors import SafetensorError
 from transformers.utils import logging
 
 import dsv4_compile
-from dsv4_compile.errors import Dsv4Error
+from dsv4_compile.errors import Dsv4Error, InvalidRequestError
 from dsv4_compile.integrations.transformers import SwappedModel, load_original, swap_attention
 from dsv4_compile.plan import Plan
 from dsv4_compile.runners import ModelInputs, ModelRunner, ModelRunnerV1, ModelRunnerV2
@@ -78,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     texts = options.prompt or PROMPTS
     prompts = [tokenizer.encode(text) for text in texts]
     serving = Serving(original, prompts, options.tokens)
-    print(f"checkpoint {folder}: {original.config.num_hidden_layers} layers, {original.dtype}, {options.device}")
+    layers = counted(original.config.num_hidden_layers, "layer")
+    print(f"checkpoint {folder}: {layers}, {original.dtype}, {options.device}", flush=True)
     rows = [serving.eager()]
     for runner, region in chosen(options.runner, options.region):
         sizes = ", ".join(map(str, BATCH_SIZES))
@@ -106,17 +116,23 @@ class Serving:
 
     def __init__(self, original: Any, prompts: Sequence[list[int]], num_tokens: int) -> None:
         self._prompts, self._num_tokens, self._stop = prompts, num_tokens, stop_tokens(original)
-        self._longest = max(map(len, prompts)) + num_tokens
-        positions = min(self._longest, original.config.max_position_embeddings)
+        longest, limit = max(map(len, prompts)), original.config.max_position_embeddings
+        self._longest = longest + num_tokens
+        if self._longest > limit:
+            raise InvalidRequestError(
+                f"a prompt of {longest} tokens and {num_tokens} new ones do not fit in the {limit} positions of the "
+                "checkpoint; shorten the prompt or ask for fewer --tokens"
+            )
         self._model: SwappedModel = swap_attention(
-            original, max_position_embeddings=positions, max_num_batched_tokens=CHUNK
+            original, max_position_embeddings=self._longest, max_num_batched_tokens=CHUNK
         )
 
     def eager(self) -> Row:
         """Our attention without a compiler."""
         runner = self._runner("mrv1", self._model)
         with torch.no_grad():
-            self._model(*arguments_of(runner.padding_inputs(CHUNK)))  # pay for first calls of kernels before measuring
+            for size in BATCH_SIZES:  # the first calls of kernels cost more; captures pay for them too
+                self._model(*arguments_of(runner.padding_inputs(size)))
         return Row(name="eager", served=self._serve(runner))
 
     def compiled(self, runner_name: str, region: str) -> Row:

@@ -10,6 +10,11 @@ from types import ModuleType
 
 import pytest
 from hf_models import random_hf_model, tiny_hf_config
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAME = "the same tokens as transformers' own generate"
@@ -97,6 +102,18 @@ def test_a_difference_is_an_exit_code(
     assert printed[-1].endswith("tokens DIFFER from transformers' own generate in 1 of 5 requests")
 
 
+def test_a_checkpoint_with_a_tokenizer_is_served_with_it(demo: ModuleType, tmp_path: Path) -> None:
+    serving = importlib.import_module("_serving")
+    words = Tokenizer(WordLevel({"[UNK]": 0, "keys": 1, "and": 2, "values": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = WhitespaceSplit()
+    folder = tmp_path / "with-tokenizer"
+    shutil.copytree(demo.small_checkpoint(1), folder)
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    tokenizer = serving.load_tokenizer(folder)
+    assert tokenizer.encode("values and keys") == [3, 2, 1]
+    assert tokenizer.decode([1, 2]) == "keys and"
+
+
 def test_bytes_are_shown_as_text_where_they_can_be() -> None:
     serving = importlib.import_module("_serving")
     tokenizer = serving.ByteTokenizer()
@@ -116,7 +133,11 @@ def test_bytes_are_shown_as_text_where_they_can_be() -> None:
         (["--model", ".", "--layers", "2"], "--layers is for the small random checkpoint"),
         (["--speed", "3"], "unrecognized arguments: --speed 3"),
         (["--model", "no-such-folder"], "no-such-folder: no checkpoint folder at no-such-folder"),
-        (["--layers", "1", "--tokens", "4000"], "small checkpoint: max_model_len is 4300"),
+        (
+            ["--layers", "1", "--tokens", "4000"],
+            "small checkpoint: a prompt of 300 tokens and 4000 new ones do not",
+        ),
+        (["--layers", "1", "--prompt", "long" * 1100], "small checkpoint: a prompt of 4400 tokens and 16 new ones"),
         (["--layers", "1", "--prompt", ""], "small checkpoint: request 0: the prompt is empty"),
     ],
 )
@@ -138,7 +159,14 @@ def spoil_architecture(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
 
 
+def drop_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "sink" not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 SPOILED = {
+    "a weight is missing": (drop_a_weight, "lacks 1 weights, for example model.layers.0.self_attn.sinks"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "damaged or incomplete"),
     "another architecture": (spoil_architecture, "only 'deepseek_v4' is served"),
@@ -158,6 +186,7 @@ def test_a_spoiled_checkpoint_gets_one_line(
     folder = tmp_path / "spoiled"
     shutil.copytree(demo.small_checkpoint(1), folder)
     spoil(folder)
+    capsys.readouterr()  # transformers' bars of the saving above
     check_error(demo, capsys, ["--model", str(folder)], f"{folder}: ", message)
 
 

@@ -82,8 +82,7 @@ def call_often(compiled: Any, *args: Any, times: int = 3) -> Any:
 
 
 def owners() -> list[CapturedCallable]:
-    """The live callables, in the order in which they were made."""
-    gc.collect()
+    """The live callables, and perhaps some that wait for the collector, in the order in which they were made."""
     return sorted(captured._live, key=lambda owner: int(owner._title.split()[-1]))
 
 

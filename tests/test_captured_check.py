@@ -68,7 +68,7 @@ def test_full_check_sees_what_a_piece_writes() -> None:
     torch._dynamo.mark_static_address(cache)
     call_often(compiled, rows(5), cache)
     Probe.amount = 5.0
-    match = "the replay of piece_0 differs from eager in what it wrote to .*cache"
+    match = "the replay of piece_0 differs from eager in what it wrote to cache"
     with torch.no_grad(), pytest.raises(ReplayMismatchError, match=match):
         compiled(rows(5), cache)
 

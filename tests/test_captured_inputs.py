@@ -246,7 +246,6 @@ def test_overlap_with_a_static_input_that_is_only_read_is_fine() -> None:
         pair(table[1:6], table)
 
 
-@pytest.mark.xfail(strict=True, reason="R11: only static inputs that are written are looked at")
 def test_written_input_overlaps_a_weight() -> None:
     """Both are read at their own address; the written one moves and is the weight's own memory."""
 
@@ -292,6 +291,31 @@ def test_strided_written_input() -> None:
     interleaved = rows(10)
     for _ in range(3):
         pair(interleaved[::2], interleaved[1::2][:3])  # ranges meet, elements do not
+
+
+@pytest.mark.xfail(strict=True, reason="R19: such an input cannot be copied into a slot of its strides")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: rows(1).expand(n, 4),
+        lambda n: rows(n, 1).expand(n, 4),
+        lambda n: rows(n + 3, 1).unfold(0, 4, 1)[:n, 0],
+    ],
+    ids=["one row", "one column", "windows"],
+)
+def test_input_whose_elements_share_memory(make: Callable[[int], Tensor]) -> None:
+    pair = Pair(lambda x: toy.fresh(x * 2) + x, HOST)
+    for n in (5, 6) * 3:
+        pair(make(n))
+        pair(rows(n))
+
+
+def test_static_input_at_one_address_with_other_strides() -> None:
+    pair = Pair(lambda x, table: toy.fresh(x * 2) + table, HOST)
+    memory = rows(20)
+    for step in (1, 2, 1, 3):
+        for _ in range(3):
+            pair(rows(5), static(memory[::step][:5]))
 
 
 # calls that leave no trace

@@ -232,6 +232,24 @@ def test_what_was_written_before_the_failure_stays_written(monkeypatch: pytest.M
         assert torch.equal(model.cache[:5], (1 + model.w.sum(0)).expand(5, 4)), index
 
 
+def test_what_was_written_back_before_the_failure_stays_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Tensor) -> Tensor:
+        x.add_(1)
+        out = torch.empty_like(x)
+        probe.core(x, out)
+        return out
+
+    compiled = compile_host(f)
+    with torch.no_grad():
+        for _ in range(6):  # x turns out to move
+            compiled(rows(5))
+        x = torch.zeros(5, 4)
+        monkeypatch.setattr(Probe, "called", staticmethod(fail_in_core))
+        with pytest.raises(InjectedError), counters.expect(captures=0, uncaptured_calls=0):
+            compiled(x)
+    assert torch.equal(x, torch.ones(5, 4))
+
+
 def fail_in_core(op: str) -> None:
     if op == "core":
         raise InjectedError(op)

@@ -60,6 +60,7 @@ def test_dump_dir_holds_every_stage(tmp_path: Path) -> None:
         "plan.txt",
         "program_5_4.py",
         "region_0.py",
+        "report.html",
     ]
     assert names[0] == "00_dynamo.py"
     assert names[1] == "01_resolve_targets.py"

@@ -147,8 +147,16 @@ def test_command_writes_the_page(dump: Path, tmp_path: Path, capsys: pytest.Capt
     assert page.ids() == ["graph_0", *(f"graph_0-{part}" for part in parts), "detail"]
     assert "torch.ops.toy.fresh" in page.by_id("graph_0-region_0")
     assert "program_5_4.py" in page.by_id("graph_0")
-    assert main(["report", str(dump / "graph_0")]) == 0
-    assert (dump / "graph_0" / "report.html").read_text(encoding="utf-8") == target.read_text(encoding="utf-8")
+    assert main(["report", str(dump / "graph_0"), "--output", str(tmp_path / "same.html")]) == 0
+    assert (tmp_path / "same.html").read_text(encoding="utf-8") == target.read_text(encoding="utf-8")
+
+
+def test_compiling_writes_the_page_and_the_command_adds_the_captures(dump: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dump / "graph_0", tmp_path / "graph_0")
+    program = "program_5_4.py"
+    assert program not in Page((folder / "report.html").read_text(encoding="utf-8")).by_id("graph_0")
+    assert main(["report", str(folder)]) == 0
+    assert program in Page((folder / "report.html").read_text(encoding="utf-8")).by_id("graph_0")
 
 
 def test_every_op_and_value_has_a_mark_that_says_what_it_is(dump: Path) -> None:

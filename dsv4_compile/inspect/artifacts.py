@@ -6,6 +6,7 @@
     graph_0/00_dynamo.py, 01_resolve_targets.py, ...   the graph after each pass, with how many nodes it changed
     graph_0/piece_0.py, region_0.py, ...               each unit's own graph
     graph_0/plan.txt, plan.json
+    graph_0/report.html                                all of it as a page; `report DIR` adds later captures
     graph_0/program_16.py                              the straight-line program of each captured bucket
 
 Each compiled graph takes the next free `graph_<n>`; making the folder is what claims the number, so several threads
@@ -54,6 +55,11 @@ class Artifacts:
             self._show(f"{unit.name}.py", partial(_code, unit.gm))
         self._show("plan.json", plan.to_json)
         self._show("plan.txt", lambda: str(plan), level=logging.INFO)
+        if self._folder is not None:
+            # imported when needed: the template engine is of no use without a dump
+            from .report import write_report
+
+            write_report(self._folder)
         for note in draft.notes:  # the plan has remarks of its own, which are no cause for worry
             log.warning("%s", note)
 

@@ -6,6 +6,7 @@ This is `engine="off"`, and every call of the other engines that no captured pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..draft import Draft, TensorMeta, Unit
 from ..reasons import has_unknown_size
 from .check_results import check_layout
 from .modes import restored_modes
+from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
 
 WarmUp = Callable[[Callable[[], None]], None]
@@ -68,7 +70,8 @@ class UncapturedCallable:
 
     def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
-        with restored_modes():
+        restored = restored_inputs(self._draft, args) if is_restoring() else nullcontext()
+        with restored_modes(), restored:
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
             sizes = self._prepare(values)
             for unit, function, last_used in self._steps:

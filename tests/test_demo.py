@@ -96,10 +96,11 @@ def test_a_difference_is_an_exit_code(
     monkeypatch.setattr(
         demo, "reference", lambda model, prompt, tokens: [-1] if len(prompt) == 2 else right(model, prompt, tokens)
     )
-    assert demo.main(["--tokens", "1", "--layers", "1", "--region", "narrow"]) == 1
+    assert demo.main(["--tokens", "1", "--layers", "1", "--region", "narrow", "--dtype", "bfloat16"]) == 1
     printed = printed_lines(capsys)
+    assert printed.pop().endswith("--dtype float32 tells this from a fault")
     assert [line.partition(":")[0] for line in printed if "DIFFER" in line] == ["eager", "mrv2 narrow"]
-    assert printed[-1].endswith("tokens DIFFER from transformers' own generate in 1 of 5 requests")
+    assert "mrv2 narrow: tokens DIFFER from transformers' own generate in" in printed[-1]
 
 
 def test_a_checkpoint_with_a_tokenizer_is_served_with_it(demo: ModuleType, tmp_path: Path) -> None:
@@ -128,6 +129,7 @@ def test_bytes_are_shown_as_text_where_they_can_be() -> None:
         (["--layers", "many"], "argument --layers: 'many' is not a whole number of at least 1"),
         (["--runner", "mrv3"], "argument --runner: invalid choice: 'mrv3'"),
         (["--region", "small"], "argument --region: invalid choice: 'small'"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--device", "tpu"], 'argument --device: \'tpu\' is not "cpu", "cuda" or "cuda:1"'),
         (["--device", "cuda:99"], "argument --device: 'cuda:99': torch sees"),
         (["--model", ".", "--layers", "2"], "--layers is for the small random checkpoint"),

@@ -186,6 +186,8 @@ def check_regions(draft: Draft, deeds: Deeds, runner: str, region: str) -> None:
     found = {node.name for unit in regions for node in unit.nodes}
     assert found == expected, f"{sorted(found ^ expected)} is eager and should not be, or the reverse"
     assert all(unit.nodes for unit in draft.units), "a unit is empty"
+    in_order = [deed.name for deed in deeds.working if deed.name in expected]
+    assert [node.name for unit in regions for node in unit.nodes] == in_order, "eager nodes changed places"
     order = [deed.name in expected for deed in deeds.working]
     runs = sum(eager and not before for before, eager in zip([False, *order], order, strict=False))
     assert len(regions) <= runs, "moving made regions"

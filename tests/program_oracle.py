@@ -87,13 +87,14 @@ class Deeds:
                     yield early.name, late.name
 
     def _sources(self, deed: Deed) -> set[str]:
-        found: set[str] = set()
+        """Who made the memory and the numbers that a node uses; a tensor taken for its shape alone is no source."""
+        found = {self.made_by[storage] for storage in deed.reads | deed.writes if storage in self.made_by}
         pending = [*deed.feeders]
         while pending:
-            name = pending.pop()
-            if name not in found:
-                found.add(name)
-                pending += [] if self.by_name[name].works else self.by_name[name].feeders
+            feeder = self.by_name[pending.pop()]
+            if not storages_of(feeder.value):
+                found.add(feeder.name)
+                pending += [] if feeder.works else feeder.feeders
         return found
 
 

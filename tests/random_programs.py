@@ -199,6 +199,7 @@ class _Builder:
     lines: list[str] = field(default_factory=list)
     scopes: list[dict[str, Any]] = field(default_factory=_first_scopes)
     unfilled: set[str] = field(default_factory=set)  # tensors whose memory holds no data yet
+    reshaped: set[str] = field(default_factory=set)  # tensors whose shape was changed in place
     mode: str | None = None
     mode_left: int = 0
 
@@ -257,10 +258,14 @@ class _Builder:
         return names
 
     def _suits(self, name: str, template: str) -> bool:
-        """A view by absolute strides is taken of what the program made; what lies around an input is unknown."""
-        tensor = self.scopes[0][name]
-        owned = not any(self._share_memory(name, given) for given in PARAMETERS[:4])
-        return "as_strided" not in template or (owned and tensor.nbytes == tensor.untyped_storage().nbytes())
+        scope = self.scopes[0]
+        reads_size = any(reader in template for reader in ("size(", ".shape", "numel("))
+        if reads_size and any(scope[name] is scope[other] for other in self.reshaped):
+            return False  # Dynamo keeps the sizes that a tensor had before its shape was changed in place
+        if "as_strided" in template:  # not of an input: nobody knows what lies around it
+            owned = not any(self._share_memory(name, given) for given in PARAMETERS[:4])
+            return owned and scope[name].nbytes == scope[name].untyped_storage().nbytes()
+        return True
 
     def _names(self, sort: type) -> list[str]:
         """Names of a sort that a program made or was given, the latest first."""
@@ -295,6 +300,8 @@ class _Builder:
             exec(code, {"torch": torch, "toy": torch.ops.toy}, scope)
 
     def _note_data(self, statement: str, kind: tuple[str, ...]) -> None:
+        if kind is METADATA:
+            self.reshaped.add(_target(statement))
         if kind is ALLOCATIONS:
             self.unfilled.add(statement.partition(" =")[0])
         if kind is FILLS:
@@ -309,7 +316,7 @@ def _is_input(name: str, scope: dict[str, Any]) -> bool:
 
 
 def _target(statement: str) -> str:
-    """The name of the tensor that a statement of FILLS fills."""
+    """The name of the tensor that a statement of FILLS or METADATA changes."""
     if "out=" in statement:
         return statement.partition("out=")[2].partition(")")[0]
     if statement.startswith("toy."):

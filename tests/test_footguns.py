@@ -193,6 +193,17 @@ def writes_of_every_kind(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.clamp_(0, 1), values + indices
 
 
+def loop_over_data(x: Tensor, y: Tensor) -> Tensor:
+    def more(i: Tensor, a: Tensor) -> Tensor:
+        return i < 3
+
+    def body(i: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, a * 2
+
+    _, result = torch._higher_order_ops.while_loop(more, body, (torch.tensor(0), x))
+    return toy.fresh(result) + 1
+
+
 AGREE = (
     checkpoint_without_result,
     empty_list,
@@ -213,6 +224,7 @@ AGREE = (
     scalars,
     views_of_views,
     writes_of_every_kind,
+    loop_over_data,
 )
 
 

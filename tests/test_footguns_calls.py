@@ -11,7 +11,7 @@ import torch
 from test_footguns import PLANS, agrees, pair
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from toy_ops import SPLIT, Host
+from toy_ops import LOG, SPLIT, Host
 
 toy, odd = torch.ops.toy, torch.ops.odd
 plans = pytest.mark.parametrize("plan", PLANS, ids=" ".join)
@@ -198,3 +198,33 @@ def test_modes_after_an_error_between_two_switches(plan: Plan, monkeypatch: pyte
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
         assert torch.equal(compiled(torch.ones(5, 4)), torch.full((5, 4), 2.0))
+
+
+@plans
+def test_split_ops_with_effects_on_the_host_keep_their_order(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        first = toy.fresh(x)
+        square = first @ first.t()
+        out, other = torch.empty_like(square), torch.empty_like(y)
+        toy.hook(square, out)
+        toy.hook(y, other)  # it needs nothing of what is before it
+        return out, other
+
+    def log_shape(q: Tensor) -> Tensor:
+        LOG.append(q.shape[1])
+        return 2 * q
+
+    monkeypatch.setattr(Host, "function", staticmethod(log_shape))
+    with torch.no_grad():
+        agrees(fn, pair, options=options_of(plan, split_ops=(*SPLIT, "toy::hook")))
+
+
+@plans
+def test_a_long_chain_of_views(plan: Plan) -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(501):
+            x = x.t()
+        return toy.fresh(x) + y.t()
+
+    with torch.no_grad():
+        agrees(fn, pair, options=options_of(plan))

@@ -219,12 +219,11 @@ def test_split_ops_with_effects_on_the_host_keep_their_order(plan: Plan, monkeyp
         agrees(fn, pair, options=options_of(plan, split_ops=(*SPLIT, "toy::hook")))
 
 
-@plans
-def test_a_long_chain_of_views(plan: Plan) -> None:
+def test_a_chain_of_more_views_than_python_has_frames() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(501):
+        for _ in range(1001):
             x = x.t()
         return toy.fresh(x) + y.t()
 
     with torch.no_grad():
-        agrees(fn, pair, options=options_of(plan))
+        agrees(fn, pair, options=options_of(("mrv2", "minimal", "off")))

@@ -83,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Load, serve in every configuration, compare, print."""
+    if not options.model:
+        torch.set_num_threads(1)  # its tensors are so small that threads only wait for each other
     folder = options.model or small_checkpoint(options.layers)
     original = load(folder, options.device, DTYPES[options.dtype])
     tokenizer = load_tokenizer(folder)

@@ -192,3 +192,8 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return DataDependentOutputException, DynamicOutputShapeException
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may lie at one address."""
+    return torch._debug_has_internal_overlap(tensor) != 0

@@ -244,6 +244,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, r"config\.json has model_type 'llama'; only 'deepseek_v4' is served"),
         ({"model_type": None}, "has model_type None"),
+        ({"dtype": "float33"}, "has dtype 'float33', which torch does not have"),
         ({"compress_ratios": [0, 4, 16, 4]}, "layer 2 has compression ratio 16"),
         ({"compress_ratios": [0, 4]}, "compress_ratios has 2 entries for 4 layers"),
         ({"o_groups": 3}, "num_attention_heads 4 is not a multiple of o_groups 3"),

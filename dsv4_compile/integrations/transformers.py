@@ -175,6 +175,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UnsupportedConfigError(
             f"{file} has model_type {config.get('model_type')!r}; only 'deepseek_v4' is served"
         )
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise UnsupportedConfigError(f"{file} has dtype {dtype!r}, which torch does not have; try 'bfloat16'")
     return config
 
 

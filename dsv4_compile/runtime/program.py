@@ -31,7 +31,7 @@ from .check_results import check_fresh, check_layout
 from .engine import Captured, Engine
 from .sizes import Sizes
 from .source import SourceWriter
-from .workspace import Placement, aligned, extent_bytes, slot_tensor
+from .workspace import Placement, aligned, copier, extent_bytes, slot_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Builder:
     def _stage(self, position: int, node: fx.Node, arg: Tensor, *, written_back: bool) -> None:
         buffer = self._own_buffer(node) if written_back else self._slots[node]
         self._bind(node, buffer)
-        copy = buffer.copy_
+        copy = copier(buffer)
         self._source.line(f"{self._source.name_of(copy, 'stage')}(args[{position}])")
         copy(arg)
         if written_back:
@@ -196,8 +196,9 @@ class _Builder:
             slot = self._slots.get(node)
             if slot is not None:
                 check_layout(self._draft, node, self._values[node], slot)
-                self._source.line(f"{self._source.name_of(slot.copy_, 'keep')}({self._operands[node]})")
-                slot.copy_(self._values[node])
+                copy = copier(slot)
+                self._source.line(f"{self._source.name_of(copy, 'keep')}({self._operands[node]})")
+                copy(self._values[node])
                 self._forget(node)
                 self._bind(node, slot)
 
@@ -280,9 +281,10 @@ class _Builder:
         slot = self._slots[node]
         if self._context.static_outputs:
             buffer = self._own_buffer(node)
-            copy = buffer.copy_
+            copy = copier(buffer)
             self._source.line(f"{self._source.name_of(copy, 'hand_out')}({self._source.name_of(slot, 'tensor')})")
-            self._bind(node, copy(slot))
+            copy(slot)
+            self._bind(node, buffer)
             return
         clone: Callable[[], Tensor] = slot.clone
         if clone().stride() != slot.stride():  # it closes gaps between strides
@@ -299,13 +301,15 @@ def bind_piece(draft: Draft, unit: Unit, inputs: Sequence[Any], slots: Sequence[
         for node, slot, result in zip(unit.outputs, slots, results, strict=True):
             check_layout(draft, node, result, slot)
             check_fresh(draft, node, result, inputs)
-            slot.copy_(result)
+            copier(slot)(result)
 
     return run
 
 
 def _clone_with_gaps(slot: Tensor) -> Tensor:
-    return torch.empty_strided(slot.size(), slot.stride(), dtype=slot.dtype, device=slot.device).copy_(slot)
+    clone = torch.empty_strided(slot.size(), slot.stride(), dtype=slot.dtype, device=slot.device)
+    copier(clone)(slot)
+    return clone
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -12,12 +12,14 @@ one of max(need, 2 x last), and every bucket captured so far keeps the one it wa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..compat import may_overlap_itself
 from ..draft import Slot, TensorMeta
 from ..errors import PlanError
 from .engine import ALIGNMENT, Engine
@@ -143,6 +145,21 @@ def slot_tensor(arena: Tensor, offset: int, meta: TensorMeta, sizes: Sizes) -> T
     nbytes = extent_bytes(meta, sizes)
     flat = arena[offset : offset + nbytes].view(meta.dtype)
     return flat.as_strided(sizes.all_of(meta.shape), sizes.all_of(meta.stride))
+
+
+def copier(target: Tensor) -> Callable[[Tensor], object]:
+    """What copies a tensor of the same layout into `target`.
+
+    Where elements share memory (an expanded tensor, overlapping windows) torch refuses to write them one by one, so
+    the memory from the first to the last is copied as it lies.
+    """
+    return partial(_copy_extent, target) if may_overlap_itself(target) else target.copy_
+
+
+def _copy_extent(target: Tensor, source: Tensor) -> None:
+    reach = sum((size - 1) * stride for size, stride in zip(target.size(), target.stride(), strict=True))
+    if target.numel():
+        target.as_strided((reach + 1,), (1,)).copy_(source.as_strided((reach + 1,), (1,)))
 
 
 class Arenas:

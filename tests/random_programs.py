@@ -30,7 +30,7 @@ from torch import Tensor
 from toy_ops import LOG, StepContext
 
 WIDTH = 4
-PROBES = (5, 1)  # token counts that a program must be valid for
+LEAST = (1, 1, 1, 0)  # one of these is the smallest token count that a program must be valid for
 ROWS = 16  # of the cache
 PARAMETERS = ("x", "y", "w", "cache", "pick", "step", "k", "scale")
 _MODES = {"autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):', "no_grad": "with torch.no_grad():"}
@@ -137,10 +137,11 @@ KINDS = (MAKES, VIEWS, WRITES, ATTENTION, SPLITS, MAKES, VIEWS, WRITES, FILLS, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A function of PARAMETERS and its source."""
+    """A function of PARAMETERS, its source, and the smallest token count it is valid for."""
 
     function: Callable[..., Any]
     source: str
+    least: int
 
     def __repr__(self) -> str:
         return f"Program:\n{self.source}"
@@ -171,7 +172,7 @@ def programs(draw: st.DrawFn, statements: int = 9) -> Program:
     """
     seed = draw(st.integers(0, 2**64 - 1))
     kept = draw(st.lists(st.integers(0, 255), min_size=statements, max_size=statements))
-    builder = _Builder(random.Random(seed))
+    builder = _Builder(random.Random(seed), LEAST[seed % len(LEAST)])
     with torch.no_grad(), _own_context():
         for position, keep in enumerate(kept):
             builder.choose = random.Random(f"{seed} {position} {keep}")
@@ -189,19 +190,22 @@ def _own_context() -> Iterator[None]:
     StepContext.slots = slots
 
 
-def _first_scopes() -> list[dict[str, Any]]:
-    return [make_arguments(n, 0) for n in PROBES]
-
-
 @dataclass
 class _Builder:
     choose: random.Random
+    least: int
     lines: list[str] = field(default_factory=list)
-    scopes: list[dict[str, Any]] = field(default_factory=_first_scopes)
+    scopes: list[dict[str, Any]] = field(init=False)  # the names of the program at each token count
     unfilled: set[str] = field(default_factory=set)  # tensors whose memory holds no data yet
     reshaped: set[str] = field(default_factory=set)  # tensors whose shape was changed in place
     mode: str | None = None
     mode_left: int = 0
+
+    def __post_init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self.scopes = [make_arguments(n, 0) for n in (5, self.least)]
 
     def add_statement(self) -> None:
         if self.mode_left == 0:
@@ -227,7 +231,7 @@ class _Builder:
         returned = form.format(", ".join([*chosen, *numbers]))
         body = [*self.lines, returned]
         source = "\n    ".join([f"def program({', '.join(PARAMETERS)}):", *body]) + "\n"
-        return Program(function=_compiled(source), source=source)
+        return Program(function=_compiled(source), source=source, least=self.least)
 
     def _fill_in(self, template: str, kind: tuple[str, ...]) -> str | None:
         """The statement with operands drawn for it, or None where there is none of a sort."""
@@ -289,14 +293,14 @@ class _Builder:
                 warnings.simplefilter("error")  # a resized `out`
                 self._execute(code)
         except (RuntimeError, IndexError, ValueError, TypeError, UserWarning):
-            self.scopes = _first_scopes()  # half a statement may have changed a shape
+            self._start()  # half a statement may have changed a shape
             self._execute("\n".join(self.lines) or "pass")
             return False
         return True
 
     def _execute(self, code: str) -> None:
-        for n, scope in zip(PROBES, self.scopes, strict=True):
-            StepContext.slots = torch.arange(n)
+        for scope in self.scopes:
+            StepContext.slots = torch.arange(len(scope["pick"]))
             exec(code, {"torch": torch, "toy": torch.ops.toy}, scope)
 
     def _note_data(self, statement: str, kind: tuple[str, ...]) -> None:

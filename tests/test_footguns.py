@@ -180,6 +180,15 @@ def views_of_views(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return toy.fresh(h), corner
 
 
+def views_by_strides_and_offset(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    h, g = y * 2, toy.fresh(x)
+    out = torch.empty_like(x)
+    toy.attn(x, out)
+    corners = [owner.as_strided((2, 2), (4, 1), 1) for owner in (h, g, out)]
+    corners[0].add_(1)
+    return g + h, *(toy.fresh(corner) for corner in corners), corners[2]
+
+
 def writes_of_every_kind(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.tensor([0, 2, 1])
     x.index_copy_(0, rows, y[:3]).scatter_(1, torch.zeros(5, 1, dtype=torch.long), 9.0)
@@ -223,6 +232,7 @@ AGREE = (
     conjugates,
     scalars,
     views_of_views,
+    views_by_strides_and_offset,
     writes_of_every_kind,
     loop_over_data,
 )
@@ -230,7 +240,9 @@ AGREE = (
 
 @pytest.mark.parametrize("plan", PLANS, ids=" ".join)
 @pytest.mark.parametrize("fn", AGREE, ids=lambda fn: fn.__name__)
-def test_agrees_with_eager(fn: Callable[..., Any], plan: tuple[str, str, str]) -> None:
+def test_agrees_with_eager(fn: Callable[..., Any], plan: tuple[str, str, str], request: pytest.FixtureRequest) -> None:
     runner, region, engine = plan
+    if engine == "host" and fn is views_by_strides_and_offset:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="offsets count from the arena"))
     with torch.no_grad():
         agrees(fn, pair, options={"split_ops": SPLIT, "engine": engine, "runner": runner, "region": region})

@@ -26,6 +26,7 @@ from .partition_graph import partition_graph
 from .place_getitems import place_getitems
 from .plan_workspace import plan_workspace
 from .rebase_results import rebase_results
+from .relate_offsets import relate_offsets
 from .resolve_targets import resolve_targets
 from .scope_modes import scope_modes
 
@@ -41,6 +42,7 @@ def pass_order(config: Config, concrete: StandIns, symbolic: StandIns) -> tuple[
         decompose_sizes,
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
         partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
+        relate_offsets,  # before results are rebased, which makes strided views of its own
         rebase_results,
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),
         partial(move_nodes, region=config.resolved_region),

@@ -157,6 +157,8 @@ class _EffectsInterpreter(fx.Interpreter):
         except data_dependent_errors():
             # an op that unpacks a tensor on the way, such as indexing by a 0-dim tensor
             return self._known(traced), self._read_off_data(n)
+        except (Dsv4Error, _NeedsSymbolsError):
+            raise
         except Exception:
             if not isinstance(n.target, torch._ops.HigherOrderOperator):
                 raise

@@ -240,9 +240,7 @@ AGREE = (
 
 @pytest.mark.parametrize("plan", PLANS, ids=" ".join)
 @pytest.mark.parametrize("fn", AGREE, ids=lambda fn: fn.__name__)
-def test_agrees_with_eager(fn: Callable[..., Any], plan: tuple[str, str, str], request: pytest.FixtureRequest) -> None:
+def test_agrees_with_eager(fn: Callable[..., Any], plan: tuple[str, str, str]) -> None:
     runner, region, engine = plan
-    if engine == "host" and fn is views_by_strides_and_offset:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="offsets count from the arena"))
     with torch.no_grad():
         agrees(fn, pair, options={"split_ops": SPLIT, "engine": engine, "runner": runner, "region": region})

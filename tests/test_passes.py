@@ -183,6 +183,30 @@ return (add_3,)""",
     )
 
 
+def test_relate_offsets_counts_from_the_base() -> None:
+    def fn(x: Tensor) -> Tensor:
+        h = x * 2
+        v = h.as_strided((2, 2), (4, 1), 1)
+        return torch.as_strided(v, (2,), (1,), storage_offset=5) + torch.as_strided_copy(x, (2,), (1,))
+
+    assert_expected_inline(
+        stage("relate_offsets", fn, X),
+        """\
+h = mul(l_x_, 2)
+sub = sub(1, 0)
+storage_offset = storage_offset(h)
+add_1 = add(storage_offset, sub)
+v = as_strided(h, (2, 2), (4, 1), add_1)
+sub_1 = sub(5, 1)
+storage_offset_1 = storage_offset(v)
+add_2 = add(storage_offset_1, sub_1)
+as_strided_1 = as_strided(v, (2,), (1,), storage_offset=add_2)
+as_strided_copy = as_strided_copy(l_x_, (2,), (1,))
+add = add(as_strided_1, as_strided_copy)
+return (add,)""",
+    )
+
+
 def test_rebase_results_uses_what_was_written() -> None:
     def fn(x: Tensor) -> Tensor:
         h = x * 2

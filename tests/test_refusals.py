@@ -118,7 +118,6 @@ def test_shape_of_the_callers_tensor_changed_in_place() -> None:
     refuses(fn, UnsupportedInputError, r"t_\(\) changes the shape of the caller's own tensor in place")
 
 
-@pytest.mark.xfail(strict=True, reason="errors inside of a higher-order op make it opaque")
 def test_op_that_returns_its_buffer_inside_of_a_checkpoint() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return checkpoint(toy.liar, x, y, use_reentrant=False)

@@ -71,5 +71,5 @@ def test_the_old_runner_refuses_a_captured_reader_of_step_state(inputs: tuple[Te
     for region in ("wide", "minimal"):
         plan = dsv4_compile.explain(model, *arguments, options={**OPTIONS, "runner": "mrv1", "region": region})
         assert plan.pieces == ()
-    with pytest.raises(HazardError, match="op toy::kv_write.default reads the step state slots through its argument"):
+    with pytest.raises(HazardError, match=r"op toy::kv_write\.default reads the step state slots through its argument"):
         dsv4_compile.explain(model, *arguments, options={**OPTIONS, "runner": "mrv1", "region": "narrow"})

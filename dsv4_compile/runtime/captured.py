@@ -131,7 +131,8 @@ class CapturedCallable:
             return result
         key = self._settle_moving_inputs(key, args)
         anchors = self._keys.anchors(args)
-        self._entries.drop_stale(bucket, anchors)
+        if self._entries.make_room(bucket, anchors):
+            self._limits.warn_moving()
         if self._entries.count(anchors) >= self._config.max_captures:
             self._limits.warn_full(self._config.max_captures)
             return self._uncaptured(*args)

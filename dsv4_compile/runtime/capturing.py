@@ -19,7 +19,8 @@ def capture(
     """Call a compiled model twice for each token count, largest first, so that its buckets are captured.
 
     Caches, buffers and other inputs that the model writes, and the random state, are afterwards as before. Grad is
-    off during the calls.
+    off during the calls. What the model writes is copied for the time of each call, so where caches fill the device,
+    capture before they are given their full size.
 
     Args:
         compiled: what `torch.compile` returned.

@@ -12,6 +12,8 @@ from .keys import Key, OverlapCheck
 from .program import Program
 
 Anchors = tuple[int, ...]
+# For how many sets of addresses a bucket is kept with the same parameters and buffers.
+ADDRESS_SETS = 4
 Bucket = tuple[object, ...]
 
 
@@ -67,13 +69,25 @@ class Entries:
 
     def count(self, anchors: Anchors) -> int:
         """How many buckets are captured with these parameters and buffers."""
-        return sum(entry.anchors == anchors for entry in list(self._entries.values()))
+        return len({entry.bucket for entry in list(self._entries.values()) if entry.anchors == anchors})
 
-    def drop_stale(self, bucket: Bucket, anchors: Anchors) -> None:
-        """Drop entries whose parameters moved, and the one that a new capture of this bucket replaces."""
+    def make_room(self, bucket: Bucket, anchors: Anchors) -> bool:
+        """Drop entries whose parameters moved, and the oldest of a bucket that has been captured too often.
+
+        A bucket may be captured with several sets of addresses, such as two buffers that are used in turn.
+
+        Returns:
+            Whether one had to go that may have been of use still.
+        """
         for key, entry in list(self._entries.items()):
-            if self._has_moved(key, entry) or (entry.bucket, entry.anchors) == (bucket, anchors):
+            if self._has_moved(key, entry):
                 self._drop(key)
+        others = [key for key, entry in self._entries.items() if (entry.bucket, entry.anchors) == (bucket, anchors)]
+        if others:
+            self._stale.add(bucket)
+        for key in others[: max(0, len(others) + 1 - ADDRESS_SETS)]:
+            self._drop(key)
+        return len(others) >= ADDRESS_SETS
 
     def clear(self) -> None:
         """Drop all."""

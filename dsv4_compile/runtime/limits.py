@@ -30,7 +30,7 @@ class Limits:
         self._tokens = tokens
         self._bound = bound
         self._largest = None if tokens is None or bound is None else _largest_symbols(tokens, bound, slots)
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def excludes(self, sizes: Sizes) -> bool:
         """Whether calls of these sizes always run uncaptured: no tokens, not in the list, or above the bound."""
@@ -50,9 +50,16 @@ class Limits:
 
     def warn_full(self, most: int) -> None:
         """Say once that new buckets run uncaptured."""
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("max_captures=%d buckets are captured; new ones run uncaptured from now on", most)
+        self._warn_once("max_captures=%d buckets are captured; new ones run uncaptured from now on", most)
+
+    def warn_moving(self) -> None:
+        """Say once that static inputs are captured again and again."""
+        self._warn_once("static inputs keep moving, and each move is a new capture; keep them where they are")
+
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
 
 
 def _largest_symbols(tokens: sympy.Expr, bound: int, slots: Sequence[Slot]) -> dict[sympy.Symbol, int] | None:

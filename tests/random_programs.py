@@ -266,6 +266,8 @@ class _Builder:
         reads_size = any(reader in template for reader in ("size(", ".shape", "numel("))
         if reads_size and any(scope[name] is scope[other] for other in self.reshaped):
             return False  # Dynamo keeps the sizes that a tensor had before its shape was changed in place
+        if "[{a} > 0]" in template and scope[name].dim() == 0:
+            return False  # Dynamo cannot trace a mask without dimensions
         if "as_strided" in template:  # not of an input: nobody knows what lies around it
             owned = not any(self._share_memory(name, given) for given in PARAMETERS[:4])
             return owned and scope[name].nbytes == scope[name].untyped_storage().nbytes()

@@ -1,6 +1,9 @@
 """What the compiler made of a layer, as files: every stage of the graph, every unit, the plan and the programs.
 
-python examples/inspect_partition.py [FOLDER]
+    python examples/inspect_partition.py [FOLDER]
+    python examples/inspect_partition.py --svg FILE
+
+The second draws the layer before and after, under each runner; `docs/c4a_layer.svg` was made so.
 """
 
 from __future__ import annotations
@@ -14,17 +17,46 @@ from typing import Any
 import torch
 from _layer import layer_and_inputs
 
+import dsv4_compile
+from dsv4_compile.inspect.picture import draw_plans
+from dsv4_compile.plan import Plan
+
+COLUMNS = {
+    "After: old runner, wide": ("mrv1", "wide"),
+    "After: old runner, minimal": ("mrv1", "minimal"),
+    "After: new runner, narrow": ("mrv2", "narrow"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Dump into a folder, list what is there, and show the program of the captured batch size."""
+    """Dump into a folder, list what is there, and show the program of the captured batch size; or draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="default: one that is removed at the end")
-    folder = parser.parse_args(arguments).folder
-    if folder is not None:
-        inspect(folder)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        inspect(Path(temporary))
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the layer into this file instead")
+    options = parser.parse_args(arguments)
+    if options.svg is not None and options.folder is not None:
+        parser.error("FOLDER and --svg are two commands; give one of them")
+    if options.svg is not None:
+        try:
+            options.svg.write_text(picture(), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"cannot write {str(options.svg)!r}: {error.strerror}")
+        print(f"wrote {options.svg}")
+    elif options.folder is not None:
+        inspect(options.folder)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            inspect(Path(temporary))
+
+
+def picture() -> str:
+    """A C4A layer without a compiler, and under each pair of runner and region, as SVG."""
+    layer, args = layer_and_inputs(num_tokens=8)
+    plans: dict[str, Plan] = {}
+    for heading, (runner, region) in COLUMNS.items():
+        plans[heading] = dsv4_compile.explain(layer, *args, options={"runner": runner, "region": region})
+    before = next(plan for plan in plans.values() if plan.region == "wide")
+    return draw_plans("One C4A attention layer of DeepSeek V4, before and after dsv4_piecewise", before, plans)
 
 
 def inspect(folder: Path) -> None:

@@ -6,6 +6,7 @@ Nothing here may import Dynamo, Inductor or sympy at module level: `dsv4_compile
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,9 @@ INFERENCE_MODE_FUNCTIONS = (
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
 )
+# Whether any thread has a torch profiler on; 25 ns a call. `torch.autograd._profiler_enabled` asks for
+# the calling thread alone, and says no to a profiler that was told to watch all threads.
+is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
 
 def all_op_names() -> list[str]:

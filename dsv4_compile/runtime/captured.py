@@ -25,6 +25,7 @@ import sympy
 import torch
 from torch import fx
 
+from ..compat import is_profiling
 from ..config import Config
 from ..counting import counters
 from ..draft import Draft, InputRole
@@ -38,6 +39,7 @@ from .modes import restored_modes
 from .program import BuildContext, build_program
 from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
+from .spans import span
 from .uncaptured import UncapturedCallable
 from .workspace import Arenas, Placement, place_slots, reuse_placement
 
@@ -100,7 +102,7 @@ class CapturedCallable:
     def __call__(self, *args: Any) -> Any:
         """Serve a call: by its program, by building one, or uncaptured."""
         if not self._lock.acquire(blocking=False):
-            return self._uncaptured(*args)
+            return self._serve_uncaptured(args)
         try:
             with self._modes(), restored_inputs(self._draft, args) if is_restoring() else nullcontext():
                 result = self._serve(args)
@@ -116,17 +118,24 @@ class CapturedCallable:
         if entry is None:
             return self._serve_new(key, args)
         if entry.overlap.check(args):
-            return self._uncaptured(*args)
+            return self._serve_uncaptured(args)
         counters.add(replays=1, eager_op_calls=self._eager_ops)
+        if is_profiling():
+            return entry.program.with_spans()(args)
         return entry.program.run(args)
+
+    def _serve_uncaptured(self, args: tuple[Any, ...]) -> Any:
+        with span(f"{self._title}, uncaptured"):
+            return self._uncaptured(*args)
 
     def _serve_new(self, key: Key, args: tuple[Any, ...]) -> Any:
         bucket, _ = key
         sizes = sizes_of_call(self._draft, {i.node: arg for i, arg in zip(self._draft.inputs, args, strict=True)})
         if self._limits.excludes(sizes):
-            return self._uncaptured(*args)
+            return self._serve_uncaptured(args)
         if bucket not in self._warm:
-            result = self._uncaptured.warm_up(args, self._engine.warm_up)
+            with span(f"{self._title}, warm-up"):
+                result = self._uncaptured.warm_up(args, self._engine.warm_up)
             self._note_warm(bucket)  # only now: a call that failed half-way has warmed up half of it
             return result
         key = self._settle_moving_inputs(key, args)
@@ -135,10 +144,10 @@ class CapturedCallable:
             self._limits.warn_moving()
         if self._entries.count(anchors) >= self._config.max_captures:
             self._limits.warn_full(self._config.max_captures)
-            return self._uncaptured(*args)
+            return self._serve_uncaptured(args)
         overlap = OverlapCheck(self._draft, args)
         if overlap.check(args):
-            return self._uncaptured(*args)
+            return self._serve_uncaptured(args)
         program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
         is_again = self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
         self._show_program(sizes_of_bucket(bucket), program.source)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from .check_replay import CheckedReplay
 from .check_results import check_fresh, check_layout
 from .engine import Captured, Engine
 from .sizes import Sizes
-from .source import SourceWriter
+from .source import Function, SourceWriter
+from .spans import span
 from .workspace import Placement, aligned, copier, extent_bytes, slot_tensor
 
 
@@ -40,11 +41,13 @@ class Program:
 
     Attributes:
         run: takes the arguments of the graph as one tuple and returns its outputs.
-        source: its text.
+        with_spans: gives the same function with a span for each unit (see `spans`); it is made when first asked for.
+        source: the text of `run`.
         captured: the recordings of its pieces, whose memory goes with the last reference to the program.
     """
 
-    run: Callable[[tuple[Any, ...]], Any]
+    run: Function
+    with_spans: Callable[[], Function]
     source: str
     captured: tuple[Captured, ...]
 
@@ -88,16 +91,14 @@ def build_program(context: BuildContext, args: Sequence[Any]) -> tuple[Program, 
         Exception: whatever an op raises.
     """
     builder = _Builder(context, args)
-    try:
-        builder.bind_inputs()
-        for unit in context.draft.units:
-            if unit.kind == "piece":
-                builder.add_piece(unit)
-            else:
-                builder.add_region(unit)
-        return builder.finish()
-    finally:
-        builder.write_back()  # what was written before a failure stays written, as in eager
+    with span(f"{context.title}, capture"):
+        try:
+            builder.bind_inputs()
+            for unit in context.draft.units:
+                builder.add_unit(unit)
+            return builder.finish()
+        finally:
+            builder.write_back()  # what was written before a failure stays written, as in eager
 
 
 class _Builder:
@@ -173,7 +174,15 @@ class _Builder:
         assert isinstance(meta, TensorMeta), f"{node} is no tensor"
         return meta
 
-    def add_piece(self, unit: Unit) -> None:
+    def add_unit(self, unit: Unit) -> None:
+        """Run a piece or a region."""
+        with self._source.span(unit.name), span(unit.name):
+            if unit.kind == "piece":
+                self._add_piece(unit)
+            else:
+                self._add_region(unit)
+
+    def _add_piece(self, unit: Unit) -> None:
         """Capture a piece that writes its results into their slots, and replay it."""
         inputs = [self._values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
@@ -188,7 +197,7 @@ class _Builder:
         for node, slot in zip(unit.outputs, slots, strict=True):
             self._bind(node, slot)
 
-    def add_region(self, unit: Unit) -> None:
+    def _add_region(self, unit: Unit) -> None:
         """Run a region's ops one by one, and copy what later pieces take into its slot."""
         self._source.line(f"# {unit.name}")
         self._run_nodes(unit.body, kept=unit.outputs)
@@ -273,7 +282,8 @@ class _Builder:
         output = self._draft.gm.graph.output_node().args[0]
         result = fx.map_arg(output, lambda arg: self._values[arg])
         self._source.line(f"return {self._source.text_of(output, self._operands)}")
-        program = Program(self._source.function(), self._source.text(), tuple(self._captured))
+        source = self._source
+        program = Program(source.function(), cache(source.function_with_spans), source.text(), tuple(self._captured))
         return program, result
 
     def _hand_out(self, node: fx.Node) -> None:

@@ -1,4 +1,7 @@
-"""Writes the straight-line Python of a program: statements, and the objects that their names stand for."""
+"""Writes the straight-line Python of a program: statements, and the objects that their names stand for.
+
+The same statements make two functions: the straight line, and for profilers one in which each unit is a span.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import itertools
 import linecache
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
+from torch.profiler import record_function
 
 _numbers = itertools.count()  # names tracebacks apart
 Operands = Mapping[fx.Node, str]
+Function = Callable[[tuple[Any, ...]], Any]
 
 
 class SourceWriter:
@@ -23,6 +29,7 @@ class SourceWriter:
         self._lines: list[str] = []
         self._last_lines: list[str] = []
         self._guarded_from = 0
+        self._spans: list[tuple[int, int, str]] = []
         self._objects: dict[str, Any] = {}
         self._names: dict[int, str] = {}
 
@@ -30,8 +37,19 @@ class SourceWriter:
         """Add a statement."""
         self._lines.append(f"    {text}")
 
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """The statements that the block adds are one unit."""
+        start = len(self._lines)
+        yield
+        self._spans.append((start, len(self._lines), name))
+
     def last_line(self, text: str) -> None:
-        """Add a statement that runs at the end of a call, also of one that fails behind this point."""
+        """Add a statement that runs at the end of a call, also of one that fails behind this point.
+
+        All units come behind it.
+        """
+        assert not self._spans, "a unit cannot be cut by what guards the rest"
         self._last_lines.append(text)
         self._guarded_from = len(self._lines)
 
@@ -70,21 +88,42 @@ class SourceWriter:
 
     def text(self) -> str:
         """The source of the function."""
-        lines = self._lines
-        if self._last_lines:
-            first, guarded = lines[: self._guarded_from], [f"    {line}" for line in lines[self._guarded_from :]]
-            last = [f"        {line}" for line in self._last_lines]
-            lines = [*first, "    try:", *guarded, "    finally:", *last]
+        return self._text_of(self._guarded(self._lines))
+
+    def function(self) -> Function:
+        """The compiled function; a traceback shows its lines."""
+        return self._compiled(self.text())
+
+    def function_with_spans(self) -> Function:
+        """The same for a profiler: a span for the call, and in it one for each unit."""
+        enter = self.name_of(record_function, "span")
+        lines = list(self._lines)
+        for start, end, name in reversed(self._spans):  # from the end, so that the places before it hold
+            # a unit may come without a statement, such as a region with a view of a weight
+            lines[start:end] = [f"    with {enter}({name!r}):", *_indented(lines[start:end]), "        pass"]
+        whole = _indented(self._guarded(lines))
+        return self._compiled(self._text_of([f"    with {enter}({self._title!r}):", *whole]))
+
+    def _guarded(self, lines: Sequence[str]) -> list[str]:
+        if not self._last_lines:
+            return list(lines)
+        first, guarded = lines[: self._guarded_from], _indented(lines[self._guarded_from :])
+        last = [f"        {line}" for line in self._last_lines]
+        return [*first, "    try:", *guarded, "    finally:", *last]
+
+    def _text_of(self, lines: Sequence[str]) -> str:
         return "\n".join([f"# {self._title}", "def program(args):", *lines])
 
-    def function(self) -> Callable[[tuple[Any, ...]], Any]:
-        """The compiled function; a traceback shows its lines."""
-        source = self.text()
+    def _compiled(self, source: str) -> Function:
         path = f"<dsv4_compile program {next(_numbers)}: {self._title}>"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
         scope = dict(self._objects)
         exec(compile(source, path, "exec"), scope)  # our own text, from the plan
         # taken out of its own globals, or it would live until the garbage collector finds the cycle
-        function: Callable[[tuple[Any, ...]], Any] = scope.pop("program")
+        function: Function = scope.pop("program")
         weakref.finalize(function, linecache.cache.pop, path, None)
         return function
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

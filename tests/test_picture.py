@@ -8,6 +8,7 @@ import itertools
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from layer_plans import layer_plan
@@ -37,12 +38,12 @@ def draw(*policies: str) -> str:
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> object:
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "examples")
     return importlib.import_module("inspect_partition")
 
 
-def test_the_committed_picture_is_what_the_example_draws(example: object, tmp_path: Path) -> None:
+def test_the_committed_picture_is_what_the_example_draws(example: ModuleType, tmp_path: Path) -> None:
     example.main(["--svg", str(tmp_path / "new.svg")])
     assert (tmp_path / "new.svg").read_text(encoding="utf-8") == COMMITTED.read_text(encoding="utf-8"), (
         f"draw it again: python examples/inspect_partition.py --svg {COMMITTED.relative_to(ROOT)}"
@@ -50,7 +51,7 @@ def test_the_committed_picture_is_what_the_example_draws(example: object, tmp_pa
 
 
 def test_two_commands_at_once_and_a_place_that_cannot_be_written(
-    example: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         example.main([str(tmp_path), "--svg", str(tmp_path / "a.svg")])

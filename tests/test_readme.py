@@ -1,4 +1,4 @@
-"""What README.md and docs/ print works as printed: code blocks, commands with their options, links."""
+"""What README.md, CONTRIBUTING.md and docs/ print works as printed: code blocks, commands with their options, links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsv4_compile.runners import ModelRunnerV2
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # `a | b` and [c] in a printed command stand for a choice
 PLACEHOLDER = re.compile(r"[|\[\]{}]")
@@ -50,7 +50,7 @@ def commands_of(program: str) -> list[str]:
 
 @pytest.fixture
 def names() -> dict[str, object]:
-    """The names that README's blocks leave to the reader."""
+    """The names that the blocks leave to the reader."""
     model = AttentionStack(tiny_config())
     inputs = make_runner(model, ModelRunnerV2).padding_inputs(4)
     return {"model": model, "input_ids": inputs.input_ids, "positions": inputs.positions, "step": inputs.step}
@@ -66,6 +66,18 @@ def test_the_code_blocks_of_the_readme(names: dict[str, object]) -> None:
     assert (dsv4_compile.counters.captures, dsv4_compile.counters.replays) == (1, 2)
     for block in code[1:]:
         exec(compile(block, "README.md", "exec"), names)
+
+
+OTHER_PAGES = [page for page in PAGES[1:] if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.name)
+def test_the_code_blocks_of_a_page(
+    page: Path, names: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), names)
 
 
 @pytest.mark.parametrize("command", commands_of("python"))
@@ -99,15 +111,31 @@ def test_a_printed_make_command(command: str) -> None:
     assert command.split()[1] in targets
 
 
+def headings(page: Path) -> list[str]:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(page)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text) + re.findall(r'(?:src|href)="([^"#]+)"', text)
-    relative = [link for link in links if not re.match(r"[a-z]+:", link)]
-    assert [link for link in relative if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\(([^)\s]+)[^)]*\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def test_there_is_something_to_check() -> None:
     assert "python examples/serve_checkpoint.py" in commands_of("python")
     assert "make demo" in commands_of("make")
     assert len(blocks(README, "python")) >= 2
+    assert {page.stem for page in OTHER_PAGES} >= {"adding_an_op", "adding_a_pass", "capture_semantics"}

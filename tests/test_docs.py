@@ -1,0 +1,152 @@
+"""What README.md and docs/ say of the code is so: options, error classes, counts, messages, passes, tests by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from test_readme import FENCE, PAGES, README, ROOT, blocks, headings
+
+from dsv4_compile import counters, errors
+from dsv4_compile.config import Config
+from dsv4_compile.errors import OptionError
+from dsv4_compile.passes import pass_name, pass_order
+
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+HOLE = "\0"
+LEAST = 15  # letters that a message must share with the code to be taken for its own
+
+
+def table_rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its two head lines."""
+    section = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2]
+    lines = re.findall(r"^\|(.*)\|$", re.split(r"^#+ ", section, maxsplit=1, flags=re.MULTILINE)[0], re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
+
+
+def literals(annotation: Any) -> set[Any]:
+    """The values that a type names."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {value for part in get_args(annotation) for value in literals(part)}
+
+
+def accepts(name: str, value: object) -> bool:
+    try:
+        Config.from_options({name: value})
+    except OptionError:
+        return False
+    return True
+
+
+def test_the_options_table_has_every_option_with_its_default_first() -> None:
+    rows = table_rows(README, "## Options")
+    assert [row[0].strip("`") for row in rows] == [field.name for field in fields(Config)]
+    for row, field in zip(rows, fields(Config), strict=True):
+        assert ast.literal_eval(re.findall(r"`([^`]+)`", row[1])[0]) == field.default
+
+
+def test_the_options_table_lists_the_values_that_are_accepted() -> None:
+    annotations = get_type_hints(Config)
+    for quoted, values, _ in table_rows(README, "## Options"):
+        name = quoted.strip("`")
+        listed = set(re.findall(r'`"([^"]+)"`', values))
+        assert listed == {value for value in literals(annotations[name]) if accepts(name, value)}, name
+
+
+def test_every_error_class_has_a_section_and_every_section_a_class() -> None:
+    classes = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert {heading.strip("`") for heading in headings(TROUBLE) if heading.endswith("Error`")} == classes
+
+
+def test_every_count_is_explained() -> None:
+    names = [name for row in table_rows(TROUBLE, "## What the counts tell") for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(names) == sorted(counters.snapshot())
+    assert {f"`counters.{name}`" for name in ("uncaptured_calls", "recaptures", "eager_op_calls")} <= set(
+        headings(TROUBLE)
+    )
+
+
+@cache
+def messages() -> list[tuple[str, ...]]:
+    """Every text in the code of the package, cut at what is filled in."""
+    found = []
+    for folder in ("dsv4_compile", "passes", "ops"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                text = template(node)
+                if len(text) >= LEAST:
+                    found.append(tuple(re.split(r"\0|%[sd]", text)))
+    return found
+
+
+def template(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(value) if isinstance(value, ast.Constant) else HOLE for value in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def shared(parts: Sequence[str], text: str) -> int:
+    """How many letters of a text come from a message whose beginning it is, filled in somehow; -1 if it is none."""
+    first, rest = parts[0], parts[1:]
+    if len(text) <= len(first):
+        return len(text) if first.startswith(text) else -1
+    if not text.startswith(first) or not rest:
+        return -1
+    best = max(shared(rest, text[cut:]) for cut in range(len(first), len(text) + 1))
+    return best if best < 0 else best + len(first)
+
+
+QUOTED = sorted({" ".join(block.split()) for page in PAGES for block in blocks(page, "text")})
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_is_one_of_ours(message: str) -> None:
+    assert max(shared(parts, message) for parts in messages()) >= LEAST
+
+
+def test_a_message_that_nobody_writes_is_noticed() -> None:
+    made_up = "torch knows no operator 'a': did you mean 'b'?"
+    assert max(shared(parts, made_up) for parts in messages()) < LEAST
+
+
+REASONS = [reason for row in table_rows(TROUBLE, "## `counters.eager_op_calls`") for reason in row[0].split("; ")]
+SHORT = [("split op",), ("preparation op",)]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_reason_of_the_table_is_one_of_ours(reason: str) -> None:
+    fragments = [part.strip(" ,") for part in reason.split("...") if part.strip(" ,")]
+    assert any(all(fragment in HOLE.join(parts) for fragment in fragments) for parts in [*messages(), *SHORT])
+
+
+def test_the_pipeline_lists_the_passes_in_order() -> None:
+    pipeline = FENCE.findall((ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8"))[0][1]
+    expected = [pass_name(one) for one in pass_order(Config(), None, None)]  # type: ignore[arg-type]
+    assert re.findall(r"^  (\w+)", pipeline, re.MULTILINE) == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for file, test in re.findall(r"\b(tests/\w+\.py)(?:::(\w+))?", text):
+        assert (ROOT / file).is_file(), file
+        assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+    folders = "dsv4_compile|passes|ops|tests|examples|benchmarks|docs"
+    for file in re.findall(rf"`((?:{folders})/[\w/]*(?:\.\w+)?)`", text):
+        assert (ROOT / file).exists(), file
+
+
+def test_every_invariant_names_the_test_that_breaks_it() -> None:
+    rows = table_rows(ROOT / "docs" / "how_it_works.md", "## Invariants")
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 10)]
+    assert all(re.search(r"`tests/\w+\.py::\w+`", row[-1]) for row in rows)

@@ -103,6 +103,20 @@ def serve_batch(
     )
 
 
+def trace_decode_step(runner: ModelRunner, prompts: Sequence[Sequence[int]], path: Path) -> None:
+    """Write a Chrome trace of a step in which up to four requests decode; the runner must be idle and captured.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    for prompt in prompts[:4]:
+        runner.add_request(prompt[:8], max_new_tokens=2)
+    runner.step()  # the prompts, short enough for one step
+    with torch.profiler.profile() as profiler:
+        runner.step()
+    profiler.export_chrome_trace(str(path))
+
+
 def summarise_plan(name: str, plan: Plan) -> Iterator[str]:
     """A few lines: how much is captured, and the eager ops by reason."""
     captured, eager = (counted(sum(len(unit.ops) for unit in units), "op") for units in (plan.pieces, plan.regions))

@@ -7,6 +7,7 @@ gave the tokens of transformers' own `generate`.
 
     python examples/serve_checkpoint.py --tokens 8 --runner mrv1
     python examples/serve_checkpoint.py --model path/to/DeepSeek-V4 --device cuda
+    python examples/serve_checkpoint.py --region narrow --trace step.json    # then open it in ui.perfetto.dev
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from _serving import (
     small_checkpoint,
     stop_tokens,
     summarise_plan,
+    trace_decode_step,
 )
 from safetensors import SafetensorError
 from transformers.utils import logging
@@ -94,15 +96,19 @@ def run(options: argparse.Namespace) -> int:
     layers = counted(original.config.num_hidden_layers, "layer")
     print(f"checkpoint {folder}: {layers}, {original.dtype}, {options.device}", flush=True)
     rows = [serving.eager()]
-    for runner, region in chosen(options.runner, options.region):
+    configurations = chosen(options.runner, options.region)
+    for runner, region in configurations:
         sizes = ", ".join(map(str, BATCH_SIZES))
         print(f"{runner} {region}: planning, compiling, capturing batches of {sizes} tokens", flush=True)
-        rows.append(serving.compiled(runner, region))
+        is_last = (runner, region) == configurations[-1]
+        rows.append(serving.compiled(runner, region, trace=options.trace if is_last else None))
     expected = [reference(original, prompt, options.tokens) for prompt in prompts]
     print()
     print_answers(texts, rows[-1].served, tokenizer)
     print_plans(rows)
     print_table(rows)
+    if options.trace:
+        print(f"\ntrace of one decode step of {rows[-1].name}: {options.trace} (open it in https://ui.perfetto.dev)")
     return print_verdict(rows, expected, original.dtype)
 
 
@@ -139,8 +145,8 @@ class Serving:
                 self._model(*arguments_of(runner.padding_inputs(size)))
         return Row(name="eager", served=self._serve(runner))
 
-    def compiled(self, runner_name: str, region: str) -> Row:
-        """Compiled for one kind of runner, with its eager holes placed by one policy."""
+    def compiled(self, runner_name: str, region: str, trace: Path | None) -> Row:
+        """Compiled for one kind of runner, with its eager holes placed by one policy; a trace follows if asked for."""
         torch.compiler.reset()  # frees what the last configuration captured
         options: dict[str, Any] = {"runner": runner_name, "region": region, "max_tokens": CHUNK}
         compiled = torch.compile(self._model, backend="dsv4_piecewise", dynamic=True, options=options)
@@ -149,7 +155,10 @@ class Serving:
         start = time.perf_counter()
         dsv4_compile.capture(compiled, lambda size: arguments_of(runner.padding_inputs(size)), BATCH_SIZES)
         seconds = time.perf_counter() - start
-        return Row(name=f"{runner_name} {region}", served=self._serve(runner), plan=plan, capture_s=seconds)
+        served = self._serve(runner)
+        if trace:
+            trace_decode_step(runner, self._prompts, trace)
+        return Row(name=f"{runner_name} {region}", served=served, plan=plan, capture_s=seconds)
 
     def _runner(self, name: str, model: Any) -> ModelRunner:
         return RUNNERS[name](
@@ -247,7 +256,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--region", choices=REGIONS, help="only this one; with --runner, any pair")
     parser.add_argument("--device", type=device, default="cpu", help='"cpu" (default), "cuda" or "cuda:1"')
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+    parser.add_argument(
+        "--trace", type=writable, metavar="FILE", help="write a Chrome trace of a decode step of the last configuration"
+    )
     options = parser.parse_args(arguments)
+    if options.trace and options.tokens < 2:
+        parser.error("--trace shows a decode step, which needs --tokens of at least 2: the prompt gives the first")
     if options.model and options.layers:
         parser.error("--layers is for the small random checkpoint; it can't go with --model")
     options.layers = options.layers or 4
@@ -259,6 +273,19 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def writable(text: str) -> Path:
+    """A file that can be written; what it holds is kept until then."""
+    path = Path(text).resolve()
+    try:
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from error
+    return Path(text)
 
 
 def device(text: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 import traceback
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -335,3 +337,55 @@ def test_the_function_with_spans_goes_with_its_program(trace: Trace) -> None:
     del entry
     the_owner().release()
     assert [reference() for reference in kept] == [None, None]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The example that `make demo` runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+    return importlib.import_module("serve_checkpoint")
+
+
+def test_the_demo_writes_a_trace_of_one_decode_step(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "step.json"
+    assert demo.main(["--tokens", "2", "--layers", "2", "--runner", "mrv1", "--trace", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert f"trace of one decode step of mrv1 minimal: {target} (open it in https://ui.perfetto.dev)" in printed
+    ((call, units),) = [span.tree() for span in spans_in(target)]
+    assert call.endswith("bucket (4,)")  # four requests, one token each
+    # an SWA and a C4A layer, one region each
+    assert units == ["piece_0", "region_0", "piece_1", "region_1", "piece_2"]
+    assert "mrv1 minimal: 3 pieces captured" in printed
+
+
+def test_the_demo_writes_no_trace_unless_asked(demo: ModuleType, tmp_path: Path) -> None:
+    assert demo.parse_options([]).trace is None
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("as it was")
+    assert demo.parse_options(["--trace", str(kept)]).trace == kept
+    assert demo.parse_options(["--trace", str(new)]).trace == new
+    assert kept.read_text() == "as it was"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--trace", "no-such-folder/step.json"], "argument --trace: cannot write 'no-such-folder/step.json': No such"),
+        (["--trace", "."], "argument --trace: cannot write '.': Is a directory"),
+        (["--trace"], "argument --trace: expected one argument"),
+        (["--trace", "step.json", "--tokens", "1"], "--trace shows a decode step, which needs --tokens of at least 2"),
+    ],
+)
+def test_a_trace_that_cannot_be_written_is_refused_before_the_work(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo.main(arguments)
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {complaint}")
+    assert (printed.err.count("\n"), printed.out) == (1, "")

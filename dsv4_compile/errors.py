@@ -74,9 +74,17 @@ class CaptureError(Dsv4Error):
     """A captured graph cannot hold what a piece does, captures are nested, or a released recording was replayed."""
 
 
+class PieceCompileError(Dsv4Error):
+    """The piece compiler failed on a piece, or what it made returns something else than the piece does."""
+
+
 class LayoutMismatchError(Dsv4Error):
-    """A custom op's result has another shape or dtype than its fake implementation promised."""
+    """A custom op's result has another shape, dtype or, in a compiled piece, strides than its fake promised."""
 
 
 class ReplayMismatchError(Dsv4Error):
     """With `check="full"`: the replay of a piece differs from running it eagerly."""
+
+
+class LaneRaceError(Dsv4Error):
+    """Two conflicting accesses on two lanes are unordered, or a lane is not forked, not joined, or waits for nothing."""

@@ -51,12 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def picture() -> str:
     """A C4A layer without a compiler, and under each pair of runner and region, as SVG."""
-    layer, args = layer_and_inputs(num_tokens=8)
-    plans: dict[str, Plan] = {}
-    for heading, (runner, region) in COLUMNS.items():
-        plans[heading] = dsv4_compile.explain(layer, *args, options={"runner": runner, "region": region})
+    plans = layer_plans()
     before = next(plan for plan in plans.values() if plan.region == "wide")
     return draw_plans("One C4A attention layer of DeepSeek V4, before and after dsv4_piecewise", before, plans)
+
+
+def layer_plans() -> dict[str, Plan]:
+    """The plans of a C4A layer, by the heading of their column."""
+    layer, args = layer_and_inputs(num_tokens=8)
+    return {
+        heading: dsv4_compile.explain(layer, *args, options={"runner": runner, "region": region})
+        for heading, (runner, region) in COLUMNS.items()
+    }
 
 
 def inspect(folder: Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from test_readme import FENCE, PAGES, README, ROOT, blocks, headings
 
-from dsv4_compile import counters, errors
+from dsv4_compile import counters, errors, explain
 from dsv4_compile.config import Config
 from dsv4_compile.errors import OptionError
 from dsv4_compile.passes import pass_name, pass_order
@@ -150,3 +152,32 @@ def test_every_invariant_names_the_test_that_breaks_it() -> None:
     rows = table_rows(ROOT / "docs" / "how_it_works.md", "## Invariants")
     assert [row[0] for row in rows] == [str(number) for number in range(1, 10)]
     assert all(re.search(r"`tests/\w+\.py::\w+`", row[-1]) for row in rows)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("inspect_partition")
+
+
+def test_the_plan_that_the_readme_shows(example: ModuleType) -> None:
+    layer, inputs = example.layer_and_inputs(num_tokens=8)
+    printed = str(explain(layer, *inputs, options={"runner": "mrv2"})).splitlines()
+    (excerpt,) = [code for language, code in FENCE.findall(README.read_text(encoding="utf-8")) if not language]
+    assert [line for line in excerpt.splitlines() if line.strip() != "..." and line not in printed] == []
+
+
+def test_the_picture_is_described_for_those_who_do_not_see_it(example: ModuleType) -> None:
+    (words,) = re.findall(r'alt="([^"]+)"', README.read_text(encoding="utf-8"))
+    plans = {plan.region: plan for plan in example.layer_plans().values()}
+    counts = [(sum(len(p.ops) for p in plan.pieces), sum(len(r.ops) for r in plan.regions)) for plan in plans.values()]
+    said = re.findall(r"replays (\d+)(?: of them in 2 pieces)? and launches (\d+)", words)
+    assert said == [(str(captured), str(launched)) for captured, launched in counts]
+
+
+def test_figures_of_the_readme_stand_in_the_benchmarks() -> None:
+    section = README.read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
+    figures = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\w)", FENCE.sub("", section))
+    kept = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert len(figures) > 8
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", kept)] == []

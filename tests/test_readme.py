@@ -44,7 +44,8 @@ def printed_commands(page: Path) -> list[str]:
 
 def commands_of(program: str) -> list[str]:
     """Every printed command of a program, once."""
-    found = (command.partition("#")[0].strip() for page in PAGES for command in printed_commands(page))
+    lines = (command.partition("#")[0].strip() for page in PAGES for command in printed_commands(page))
+    found = (re.sub(r"^(\w+=\S+\s+)*", "", line) for line in lines)  # A=1 python ... sets a variable first
     return sorted({command for command in found if re.match(rf"{program}\s", command)})
 
 
@@ -88,6 +89,7 @@ def test_a_printed_python_command(command: str, monkeypatch: pytest.MonkeyPatch)
         assert importlib.util.find_spec(words[1]) is not None, f"{command}: no module {words[1]}"
     elif not words[0].startswith("-"):
         assert (ROOT / words[0]).is_file(), f"{command}: no file {words[0]}"
+    assert [word for word in words[2:] if word.endswith(".py") and not (ROOT / word).is_file()] == [], command
     options = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
     if options or words[:2] == ["-m", "dsv4_compile"]:
         usage = help_text(words)
@@ -137,5 +139,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_there_is_something_to_check() -> None:
     assert "python examples/serve_checkpoint.py" in commands_of("python")
     assert "make demo" in commands_of("make")
+    assert "python -m pytest tests/test_plan_snapshots.py" in commands_of("python")  # behind EXPECTTEST_ACCEPT=1
     assert len(blocks(README, "python")) >= 2
     assert {page.stem for page in OTHER_PAGES} >= {"adding_an_op", "adding_a_pass", "capture_semantics"}

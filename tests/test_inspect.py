@@ -109,6 +109,20 @@ def example():
 def no_call():
     return 3
 
+def failing():
+    raise ValueError("no weights" + chr(10) + "here")
+
+def too_few():
+    return (lambda x, y: x + y), (torch.ones(5, 4),)
+
+def wrong_shapes():
+    return (lambda x, y: x @ y), (torch.ones(5, 4), torch.ones(5, 4))
+
+def raising():
+    def model(x):
+        raise KeyError("slot")
+    return model, (torch.ones(5, 4),)
+
 def step_state():
     def model(x, slots, cache):
         torch.ops.toy.kv_write(x, slots, cache)
@@ -135,16 +149,44 @@ def test_explain_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ("no_such_module:example", "cannot import 'no_such_module'"),
         ("my_model:nothing", "module 'my_model' has no function 'nothing'"),
         ("my_model:no_call", "must return (model, args) or (model, args, kwargs), not int"),
+        (".my_model:example", "'.my_model:example' is not MODULE:FUNCTION"),
+        ("my_model.:example", "'my_model.:example' is not MODULE:FUNCTION"),
+        ("unfinished:example", "cannot import 'unfinished': SyntaxError: "),
+        ("needy:example", "cannot import 'needy': ModuleNotFoundError: No module named 'no_such_part' ("),
+        ("needy:example", "needy.py:1)"),
+        ("my_model:failing", "my_model:failing raised ValueError: no weights here ("),
+        ("my_model:failing", "my_model.py:12)"),
     ],
 )
 def test_explain_command_refuses_in_one_line(
     target: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_module(tmp_path, monkeypatch)
+    (tmp_path / "unfinished.py").write_text("def example(:")
+    (tmp_path / "needy.py").write_text("import no_such_part")
     assert main(["explain", target]) == 2
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("too_few", "TypeError: too_few.<locals>.<lambda>() missing 1 required positional argument: 'y'; "),
+        ("wrong_shapes", "a and b must have same reduction dim"),
+        ("raising", "KeyError: 'slot' ("),
+    ],
+)
+def test_explain_command_says_in_one_line_what_the_model_raises(
+    name: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_module(tmp_path, monkeypatch)
+    assert main(["explain", f"my_model:{name}"]) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dsv4_compile: ")]
+    assert len(error) == 1
+    assert error[0].startswith(f"dsv4_compile: tracing my_model:{name} raised ")
+    assert complaint in error[0]
 
 
 def test_explain_command_reports_a_hazard(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -282,11 +284,63 @@ def test_graphs_come_by_number_and_failed_ones_are_left_out(dump: Path, tmp_path
     assert len(page.ids()) == len(set(page.ids()))
 
 
+def test_json_has_what_the_page_shows(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(path.name for path in (dump / "graph_0").iterdir())
+    assert main(["report", str(dump), "--json"]) == 0
+    (graph,) = json.loads(capsys.readouterr().out)["graphs"]
+    folder = Path(graph["folder"])
+    assert (graph["name"], folder) == ("graph_0", dump / "graph_0")
+    assert graph["plan"] == json.loads((folder / "plan.json").read_text())
+    units = [unit["name"] for unit in graph["plan"]["units"]]
+    assert units == ["piece_0", "region_0", "piece_1"]
+    assert graph["timeline"] == [{"layer": "the whole graph", "units": [{"name": name, "ops": 1} for name in units]}]
+    assert [graph["code"][name] for name in units] == ["piece_0.py", "region_0.py", "piece_1.py"]
+    assert graph["programs"] == ["program_5_4.py"]
+    stages = read_dump(dump)[0].stages
+    assert [(one["name"], one["nodes"], one["delta"]) for one in graph["passes"]] == [
+        (stage.name, stage.nodes, stage.delta) for stage in stages[1:]
+    ]
+    assert [one["changed"] for one in graph["passes"]] == [
+        old.code != new.code for old, new in itertools.pairwise(stages)
+    ]
+    files = [*graph["code"].values(), *graph["programs"], *(one["file"] for one in graph["passes"])]
+    assert all((folder / file).is_file() for file in files)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert not (dump / "report.html").exists()
+
+
+def test_json_of_one_graph_and_of_several(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("graph_10", "graph_2"):
+        shutil.copytree(dump / "graph_0", tmp_path / name)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["graphs"]
+    assert [Path(graph["folder"]) for graph in both] == [tmp_path / "graph_2", tmp_path / "graph_10"]
+    assert main(["report", str(tmp_path / "graph_10"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["graphs"] == both[1:]
+
+
+def test_json_and_a_page_at_once_make_no_sense(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(dump), "--json", "--output", "page.html"])
+    assert stop.value.code == 2
+    assert "argument --output: not allowed with argument --json" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(dump: Path) -> None:
+    command = f"{sys.executable} -m dsv4_compile report {dump} --json | true"  # gone before the answer comes
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr == ""
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["report", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
+    errors = []
+    for form in ([], ["--json"]) if "--output" not in arguments else ([],):
+        assert main(["report", *arguments, *form]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        errors.append(printed.err)
+    assert len(set(errors)) == 1
+    return errors[0]
 
 
 def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

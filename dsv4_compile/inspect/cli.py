@@ -2,11 +2,12 @@
 
 `explain MODULE:FUNCTION` prints a plan. FUNCTION takes no arguments and returns `(model, args)` or
 `(model, args, kwargs)`: a module or function, and the arguments of the call to explain. `report DIR` makes one HTML
-page of what the option `dump_dir` wrote. `doctor` says whether the backend can be used here.
+page of what the option `dump_dir` wrote, or prints the same as JSON. `doctor` says whether the backend can be used
+here.
 
-Exit code 0 for an answer; 1 for a model that the backend refuses, or a machine where it cannot be used; 2 for a
-command that makes no sense. Errors are one line on standard error. Even `--help` imports torch: `python -m` imports
-the package first, and that registers its ops with torch.
+Exit code 0 for an answer; 1 for a model that the backend refuses or that fails, or a machine where it cannot be used;
+2 for a command that makes no sense. Errors are one line on standard error, those that the user's own module raises
+too. Even `--help` imports torch: `python -m` imports the package first, and that registers its ops with torch.
 """
 
 from __future__ import annotations
@@ -15,22 +16,35 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
+
+import torch
 
 from ..config import Region, Runner
 from ..errors import Dsv4Error, ExplainError
 from .explaining import explain
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+_NOT_THE_USERS = tuple(
+    os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__), importlib.__file__)
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    return run(options)
+    try:
+        code = run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        return 0
+    return code
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -42,6 +56,9 @@ def _explain(options: argparse.Namespace) -> int:
         plan = explain(model, *args, options=_backend_options(options), **kwargs)
     except Dsv4Error as error:
         return _complain(error, 1)
+    except Exception as error:  # the model's own, or Dynamo's about the model
+        hint = "dsv4_compile.explain shows the traceback"
+        return _complain(ExplainError(f"tracing {options.target} raised {_described(error)}; {hint}"), 1)
     print(plan.to_json() if options.json else plan)
     return 0
 
@@ -49,12 +66,13 @@ def _explain(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     # imported when needed: the template engine is of no use to the other commands
     from .report import write_report
+    from .report_json import report_json
 
     try:
-        page = write_report(options.folder, options.output)
+        answer = report_json(options.folder) if options.json else write_report(options.folder, options.output)
     except ExplainError as error:
         return _complain(error, 2)
-    print(page)
+    print(answer)
     return 0
 
 
@@ -71,20 +89,24 @@ def load_call(target: str) -> Call:
     """Import MODULE, call FUNCTION and check what it returns.
 
     Raises:
-        ExplainError: the text, the module, the function or its result is not what it should be.
+        ExplainError: the text, the module, the function or its result is not what it should be, or one of them raises.
     """
     module_name, colon, function_name = target.partition(":")
-    if not (module_name and colon and function_name):
+    if not (all(module_name.split(".")) and colon and function_name):
         raise ExplainError(f"{target!r} is not MODULE:FUNCTION, such as my_model:example")
     sys.path.insert(0, os.getcwd())  # as `python -m` does for scripts in the current folder
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ExplainError(f"cannot import {module_name!r}: {error}") from error
+    except Exception as error:
+        raise ExplainError(f"cannot import {module_name!r}: {_described(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ExplainError(f"module {module_name!r} has no function {function_name!r}")
-    return _checked(target, function())
+    try:
+        result = function()
+    except Exception as error:
+        raise ExplainError(f"{target} raised {_described(error)}") from error
+    return _checked(target, result)
 
 
 def _checked(target: str, result: Any) -> Call:
@@ -98,6 +120,17 @@ def _checked(target: str, result: Any) -> Call:
         if isinstance(kwargs, Mapping):
             return result[0], result[1], kwargs
     raise ExplainError(f"{target} must return (model, args) or (model, args, kwargs), not {type(result).__name__}")
+
+
+def _described(error: Exception) -> str:
+    """ "ValueError: no weights (my_model.py:12)": an error on one line, and the innermost line of the user's."""
+    message = textwrap.shorten(str(error), 400, placeholder=" ...")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if os.path.isfile(frame.filename) and not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {message}{place}"
 
 
 def _backend_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -132,5 +165,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
 
 def _add_report(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", type=Path, metavar="DIR", help="the dump folder, or one graph_<n> in it")
-    command.add_argument("--output", type=Path, metavar="FILE", help="the page to write (default: DIR/report.html)")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--output", type=Path, metavar="FILE", help="the page to write (default: DIR/report.html)")
+    form.add_argument("--json", action="store_true", help="print what the page shows as JSON, and write no page")
     command.set_defaults(run=_report)

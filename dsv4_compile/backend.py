@@ -4,6 +4,7 @@ options                                  -> Config     config.py
 Dynamo's graph                           -> Draft      tracing.py
 normalise, effects, regions, partition   -> Draft      passes/__init__.py, in order
 what explain, logs and dumps show        -> Plan       make_plan.py
+parts of pieces                          -> functions  compile_pieces.py
 pieces and regions, one after another    -> callable   runtime/
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from .compat import concrete_stand_ins, graph_break_reason, symbolic_stand_ins, upper_bound
+from .compile_pieces import compile_pieces
 from .config import Config
 from .counting import counters
 from .draft import Draft, StandIns
@@ -26,6 +28,7 @@ from .plan import Plan
 from .reasons import graph_device
 from .runtime.captured import CapturedCallable, release_all
 from .runtime.engine import engine_for
+from .runtime.pieces import Pieces
 from .runtime.uncaptured import UncapturedCallable
 from .tracing import draft_graph
 
@@ -61,20 +64,21 @@ def dsv4_piecewise(
         pieces_reused=len(draft.copies),
         regions=len(plan.regions),
     )
-    return make_callable(draft, config, artifacts)
+    pieces = Pieces(draft, compile_pieces(draft, config, example_inputs), example_inputs)
+    return make_callable(draft, pieces, config, artifacts)
 
 
-def make_callable(draft: Draft, config: Config, artifacts: Artifacts) -> Callable[..., Any]:
+def make_callable(draft: Draft, pieces: Pieces, config: Config, artifacts: Artifacts) -> Callable[..., Any]:
     """What runs the plan: captured programs, or the units one by one."""
     if draft.uncaptured is not None:
         log.warning("calls run uncaptured: %s", draft.uncaptured)
     if config.engine == "off" or draft.uncaptured is not None:
-        return UncapturedCallable(draft)
+        return UncapturedCallable(draft, pieces)
     tokens = token_count(draft)
     bound = config.token_bound or (None if tokens is None else upper_bound(tokens))
     engine = engine_for(config.engine, graph_device(draft))
     show = artifacts.show_program
-    return CapturedCallable(draft, config, engine, tokens=tokens, bound=bound, show_program=show)
+    return CapturedCallable(draft, pieces, config, engine, tokens=tokens, bound=bound, show_program=show)
 
 
 def reset() -> None:

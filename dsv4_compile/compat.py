@@ -5,7 +5,8 @@ Nothing here may import Dynamo, Inductor or sympy at module level: `dsv4_compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +190,65 @@ def upper_bound(expr: sympy.Expr) -> int | None:
     upper = shape_env.bound_sympy(expr).upper
     # an unbounded size has the largest index, or a symbol for infinity, as its bound
     return int(upper) if upper.is_Integer and upper < torch.iinfo(torch.int32).max else None
+
+
+def trace_fakes() -> Any:
+    """The fake mode of the current trace."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    assert mode is not None, "a Dynamo backend always runs under a fake mode"
+    return mode
+
+
+def fake_like(mode: Any, tensor: torch.Tensor) -> Any:
+    """A fake of a mode, with the sizes of a tensor as constants."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+@contextmanager
+def tracing_apart() -> Iterator[None]:
+    """A tracing context of the same fake mode, so that compiling a part leaves nothing in that of the whole graph.
+
+    Grad mode and inference mode are off: what is compiled serves calls in any of them.
+    """
+    mode = trace_fakes()
+    context = torch._guards.TracingContext(mode)
+    with torch._guards.tracing(context), torch.inference_mode(False), torch.no_grad(), _floats_are_settled(mode):
+        yield
+
+
+@contextmanager
+def _floats_are_settled(mode: Any) -> Iterator[None]:
+    """Parts hold host scalars as constants, so AOTAutograd need not restart the trace to make them so."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    env = mode.shape_env
+    symbols = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # in older versions
+    added = {str(symbol) for symbol in symbols if symbol_is_type(symbol, SymT.FLOAT)}
+    added -= TensorifyState.force_specializations
+    TensorifyState.force_specializations |= added
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= added
+
+
+def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph for the size symbols of the current trace."""
+    import torch._inductor.config
+
+    # random kernels draw what eager ones do; an engine of ours captures, so Inductor must not
+    choices = {"fallback_random": True, "triton.cudagraphs": False}
+    with torch._inductor.config.patch(choices):
+        return torch._inductor.standalone_compile(gm, list(fakes), dynamic_shapes="from_tracing_context")
+
+
+def compile_with_aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """AOTAutograd's graph of ops, run as it is."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiled: Callable[..., Any] = lookup_backend("aot_eager")(gm, list(fakes))
+    return compiled
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

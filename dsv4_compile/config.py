@@ -50,8 +50,8 @@ class Config:
         """Check the options of `torch.compile` and freeze them; the caller's mapping is not changed.
 
         Raises:
-            OptionError: an unknown option, a value of the wrong type or outside of its range, a `mode` other than
-                "default", or an option whose machinery is not built yet.
+            OptionError: an unknown option, a value of the wrong type or outside of its range, or a `mode` other than
+                "default".
             UnknownOpError: `split_ops` names an op that torch does not know.
         """
         if mode not in (None, "default"):
@@ -62,15 +62,7 @@ class Config:
             if name not in valid:
                 raise OptionError(f"unknown option {name!r}{_did_you_mean(name, valid)}; valid: {', '.join(valid)}")
         checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
-        config = cls(**checked)
-        config._refuse_unbuilt()
-        return config
-
-    def _refuse_unbuilt(self) -> None:
-        for name in _UNBUILT:
-            value, default = getattr(self, name), getattr(Config, name)
-            if value != default and (name, value) not in _BUILT_VALUES:
-                raise OptionError(f"option {name}={value!r} needs machinery that is not built yet; leave it out")
+        return cls(**checked)
 
     @property
     def resolved_runner(self) -> Literal["mrv1", "mrv2"]:
@@ -78,6 +70,18 @@ class Config:
         if self.runner != "auto":
             return self.runner
         return "mrv1" if torch.version.hip else "mrv2"
+
+    def resolved_piece_compiler(self, device: str) -> Literal["inductor", "aot_eager", "eager"] | Callable[..., Any]:
+        """The piece compiler in force for a device type: "auto" is inductor on cuda and eager on the host."""
+        if self.piece_compiler != "auto":
+            return self.piece_compiler
+        return "inductor" if device == "cuda" else "eager"
+
+    def resolved_aux_streams(self, device: str) -> int:
+        """How many side lanes a piece may use on a device type: "auto" is 3 on CUDA, and none on ROCm or the host."""
+        if self.aux_streams != "auto":
+            return self.aux_streams
+        return 3 if device == "cuda" and not torch.version.hip else 0
 
     @property
     def token_bound(self) -> int | None:
@@ -189,7 +193,3 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "aux_stream_max_tokens": _whole_number(0),
     "dump_dir": _optional(_folder),
 }
-
-# Options that only mean something to the piece compilers and the lanes.
-_UNBUILT = ("piece_compiler", "aux_streams", "aux_stream_max_tokens")
-_BUILT_VALUES = (("piece_compiler", "eager"), ("aux_streams", 0))

@@ -16,6 +16,7 @@ _NAMES = (
     "recaptures",
     "uncaptured_calls",
     "eager_op_calls",
+    "uncompiled_pieces",
 )
 
 
@@ -31,6 +32,7 @@ class Counters:
     | replays | calls served by a captured program |
     | uncaptured_calls | calls that ran the pieces without a capture |
     | eager_op_calls | ops launched one by one inside eager regions |
+    | uncompiled_pieces | pieces run or captured uncompiled: inputs overlap, or a number is not the traced one |
     """
 
     graphs_compiled: int
@@ -42,6 +44,7 @@ class Counters:
     recaptures: int
     uncaptured_calls: int
     eager_op_calls: int
+    uncompiled_pieces: int
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

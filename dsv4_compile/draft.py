@@ -181,6 +181,19 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A run of a piece's nodes that the piece compiler gets as one graph, or that runs as it is.
+
+    Attributes:
+        unit: its nodes; values that only other parts of the piece take are outputs of it too.
+        uncompiled: why it runs as it is, or None.
+    """
+
+    unit: Unit
+    uncompiled: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """A value that lives in the workspace of a captured call.
 
@@ -214,6 +227,8 @@ class Draft:
         allocations: allocations that several units touch, made outside of all of them.
         epilogue: the unit that makes the caller's outputs of what the others gave.
         copies: for a piece that is the same as an earlier one up to its weights, the name of that one.
+        parts: of each piece that is compiled and no copy of another, in order; empty without a piece compiler.
+        lanes: captured working nodes that run on a side lane, with its number from 1; all others run on lane 0.
         roles: how a captured call gets at each input, once planned.
         slots: the values that live in the workspace, once planned.
         uncaptured: why no call of this graph may be captured, or None.
@@ -232,6 +247,8 @@ class Draft:
     allocations: tuple[fx.Node, ...] = ()
     epilogue: Unit | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    lanes: Mapping[fx.Node, int] = field(default_factory=dict)
     roles: Mapping[fx.Node, InputRole] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     uncaptured: str | None = None

@@ -14,6 +14,8 @@ from .compat import expr_of, op_name, wrapped_op
 from .draft import Access, Draft, Provenance, TensorMeta
 from .ops.registry import Role, find_op
 
+_OWN_NAMESPACES = ("aten", "prims", "prim", "profiler")
+
 
 def why_split(draft: Draft, node: fx.Node) -> str | None:
     """The node is a split op, or runs one inside."""
@@ -152,6 +154,16 @@ def _why_elsewhere(draft: Draft, node: fx.Node, device: torch.device) -> str | N
             if isinstance(meta, TensorMeta) and meta.device.type == "cpu":
                 return f"touches {touched.name} in host memory, the graph runs on {device.type}"
     return None
+
+
+def custom_ops(draft: Draft, node: fx.Node) -> list[str]:
+    """Names of the ops a node calls that are not torch's own, whose schemas and kernels no compiler knows."""
+    return sorted({op for op in draft.effects[node].ops if op.partition("::")[0] not in _OWN_NAMESPACES})
+
+
+def is_custom(draft: Draft, node: fx.Node) -> bool:
+    """Whether a value comes from an op that is not one of torch's own."""
+    return bool(custom_ops(draft, draft.producer(node)))
 
 
 def graph_device(draft: Draft) -> torch.device:

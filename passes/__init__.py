@@ -18,6 +18,7 @@ from ..draft import Draft, StandIns
 from .check_hazards import check_hazards
 from .check_partition import check_partition
 from .choose_regions import choose_regions
+from .cut_pieces import cut_pieces
 from .decompose_sizes import decompose_sizes
 from .find_copies import find_copies
 from .infer_effects import infer_effects
@@ -51,6 +52,7 @@ def pass_order(config: Config, concrete: StandIns, symbolic: StandIns) -> tuple[
         check_partition,
         find_copies,
         plan_workspace,
+        partial(cut_pieces, config=config),  # after the workspace: what cannot be captured is not compiled either
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -30,14 +31,19 @@ def find_copies(draft: Draft) -> Draft:
     return replace(draft, copies=copies)
 
 
-def piece_key(draft: Draft, unit: Unit) -> tuple[Any, ...]:
+def piece_key(draft: Draft, unit: Unit, scalars: Mapping[fx.Node, float] = MappingProxyType({})) -> tuple[Any, ...]:
     """Equal for two pieces only if the same code may run for both.
 
     Nodes by number, targets, constants, and the layout of every input: shape, strides, offset, dtype, device.
+
+    Args:
+        draft: the graph.
+        unit: the piece, or a part of one.
+        scalars: values of host scalars that the code holds as constants.
     """
     numbers = {node: index for index, node in enumerate(unit.gm.graph.nodes)}
     steps = tuple(_step_key(unit.gm, node, numbers) for node in unit.gm.graph.nodes)
-    return steps, tuple(_input_key(draft, node) for node in unit.inputs)
+    return steps, tuple(_input_key(draft, node, scalars) for node in unit.inputs)
 
 
 def _step_key(gm: fx.GraphModule, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[Any, ...]:
@@ -50,7 +56,9 @@ def _step_key(gm: fx.GraphModule, node: fx.Node, numbers: Mapping[fx.Node, int])
     return (node.op, node.target, repr(args))
 
 
-def _input_key(draft: Draft, node: fx.Node) -> tuple[Any, ...]:
+def _input_key(draft: Draft, node: fx.Node, scalars: Mapping[fx.Node, float]) -> tuple[Any, ...]:
+    if node in scalars:
+        return ("scalar", repr(scalars[node]))  # 0.0 is not -0.0, and NaN is itself
     meta = draft.effects[node].result
     if not isinstance(meta, TensorMeta):
         return (node.name,)  # sizes are the same only if they are the same symbol

@@ -40,15 +40,37 @@ def partition_graph(draft: Draft) -> Draft:
     """Fill in `units`, `allocations` and `epilogue`."""
     runs: list[Run] = [*_runs(draft), ("epilogue", ())]
     home = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
-    shared = _shared_allocations(draft, runs, home)
-    closures = _closures(draft, runs, home, shared)
-    taken = {node for closure in closures for node in closure.inputs}
-    units = []
-    for index, (name, (kind, nodes)) in enumerate(zip(_names(runs), runs, strict=True)):
-        given = [n for n in closures[index].local if n in taken and home.get(draft.producer(n)) == index]
-        units.append(_build_unit(draft, kind, name, nodes, closures[index], given))
+    shared = shared_allocations(draft, runs, home)
+    units = build_units(draft, runs, _names(runs), home, shared)
     in_order = tuple(node for node in draft.gm.graph.nodes if node in shared)
     return replace(draft, units=tuple(units[:-1]), epilogue=units[-1], allocations=in_order)
+
+
+def build_units(
+    draft: Draft,
+    runs: Sequence[Run],
+    names: Sequence[str],
+    home: Mapping[fx.Node, int],
+    shared: frozenset[fx.Node],
+    wanted: frozenset[fx.Node] = frozenset(),
+) -> list[Unit]:
+    """The unit of each run, with the free nodes it needs.
+
+    Args:
+        draft: the graph.
+        runs: kind and working nodes of each unit.
+        names: of the units.
+        home: index of the run that each working node is in; anything else for nodes that are in none of them.
+        shared: allocations that are made outside of the units.
+        wanted: results that somebody else takes too.
+    """
+    closures = _closures(draft, runs, home, shared)
+    taken = wanted.union(node for closure in closures for node in closure.inputs)
+    units = []
+    for index, (name, (kind, nodes)) in enumerate(zip(names, runs, strict=True)):
+        given = [n for n in closures[index].local if n in taken and home.get(draft.producer(n)) == index]
+        units.append(_build_unit(draft, kind, name, nodes, closures[index], given))
+    return units
 
 
 def _runs(draft: Draft) -> Iterator[Run]:
@@ -72,7 +94,7 @@ def _closures(
     return [_close(draft, index, nodes or outputs, home, shared) for index, (_, nodes) in enumerate(runs)]
 
 
-def _shared_allocations(draft: Draft, runs: Sequence[Run], home: Mapping[fx.Node, int]) -> frozenset[fx.Node]:
+def shared_allocations(draft: Draft, runs: Sequence[Run], home: Mapping[fx.Node, int]) -> frozenset[fx.Node]:
     """Allocations that more than one unit touches; one of whose shape another allocation is made does not count."""
     every = frozenset(node for node, effects in draft.effects.items() if effects.only_allocates and effects.is_free)
     touched = Counter(node for closure in _closures(draft, runs, home, every) for node in closure.inputs)

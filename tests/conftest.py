@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,14 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the long version of the property tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        missing = pytest.mark.skip(reason="no C++ compiler: set CXX, or install g++")
+        for item in items:
+            if item.get_closest_marker("inductor"):
+                item.add_marker(missing)
 
 
 @pytest.fixture(autouse=True)

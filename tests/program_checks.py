@@ -23,6 +23,7 @@ from dsv4_compile.config import Config
 from dsv4_compile.draft import Draft
 from dsv4_compile.errors import HazardError
 from dsv4_compile.passes.check_hazards import check_hazards
+from dsv4_compile.runtime.pieces import Pieces
 from dsv4_compile.runtime.uncaptured import UncapturedCallable
 
 POLICIES = ("narrow", "wide", "minimal")
@@ -147,7 +148,7 @@ def check_plans(
     for combination, draft in drafts.items():
         check_draft(draft, deeds, *combination)
     for draft in {id(draft): draft for draft in drafts.values()}.values():
-        run = UncapturedCallable(draft)
+        run = UncapturedCallable(draft, Pieces(draft, {}, args))
         assert working_ops(run, args) == ops, "some op runs twice, or not at all"
         assert outcome(run, args) == expected, "a plan computes something else"
 

@@ -19,7 +19,7 @@ def test_the_backend_can_be_used_here(capsys: pytest.CaptureFixture[str]) -> Non
     assert answer.endswith("\nthe backend can be used\n")
     assert f"torch         {torch.__version__}\n" in answer
     assert "entry point   found: torch.compile(model, backend='dsv4_piecewise')" in answer
-    assert "not built     piece_compiler='inductor'" in answer
+    assert "piece_compiler" not in answer
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:

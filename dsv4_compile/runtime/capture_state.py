@@ -13,18 +13,27 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
 _capture_lock = threading.Lock()
 
 
+class OpaqueRecorder(Protocol):
+    """An engine that has to be told of functions whose kernels do not go through torch's dispatcher."""
+
+    def record_function(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Record a call of `function`, as one launch, without calling it."""
+
+
 class _Recorded(threading.local):
-    """The name of what this thread records."""
+    """The name of what this thread records, and who has to be told of opaque functions."""
 
     name: str | None = None
+    recorder: OpaqueRecorder | None = None
 
 
 _recorded = _Recorded()
@@ -37,12 +46,27 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def launch(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Call a compiled function that writes into its arguments, or have it recorded.
+
+    Args:
+        name: what it is, for errors.
+        function: takes `args`; what it returns is of no interest.
+        args: tensors and numbers; all memory it touches but for what it allocates itself.
+    """
+    if _recorded.recorder is None:
+        function(*args)
+    else:
+        _recorded.recorder.record_function(name, function, args)
+
+
 @contextmanager
-def recording(name: str) -> Iterator[None]:
+def recording(name: str, recorder: OpaqueRecorder | None = None) -> Iterator[None]:
     """What surrounds one capture; see the module docstring.
 
     Args:
         name: what is recorded, for errors.
+        recorder: who records calls of `launch`; None where kernels are recorded wherever they come from.
 
     Raises:
         CaptureError: this thread is recording already.
@@ -56,11 +80,11 @@ def recording(name: str) -> Iterator[None]:
             "Capture it before, or call what it would hold directly."
         )
     with _capture_lock, _paused_gc(), _no_autocast_cache(), torch.no_grad():
-        _recorded.name = name
+        _recorded.name, _recorded.recorder = name, recorder
         try:
             yield
         finally:
-            _recorded.name = None
+            _recorded.name, _recorded.recorder = None, None
 
 
 @contextmanager

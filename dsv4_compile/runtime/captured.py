@@ -36,6 +36,7 @@ from .entries import Bucket, Entries, Entry
 from .keys import Key, KeyReader, OverlapCheck
 from .limits import Limits
 from .modes import restored_modes
+from .pieces import Pieces
 from .program import BuildContext, build_program
 from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
@@ -56,6 +57,7 @@ class CapturedCallable:
 
     Args:
         draft: the planned graph.
+        pieces: their functions.
         config: the options.
         engine: who records.
         tokens: the token count as an expression, or None.
@@ -66,6 +68,7 @@ class CapturedCallable:
     def __init__(
         self,
         draft: Draft,
+        pieces: Pieces,
         config: Config,
         engine: Engine,
         *,
@@ -75,10 +78,11 @@ class CapturedCallable:
     ) -> None:
         self._show_program = show_program
         self._draft = draft
+        self._pieces = pieces
         self._config = config
         self._engine = engine
         self._limits = Limits(config, tokens, bound, draft.slots)
-        self._uncaptured = UncapturedCallable(draft)
+        self._uncaptured = UncapturedCallable(draft, pieces)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
         switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
@@ -193,6 +197,7 @@ class CapturedCallable:
             roles=self._roles,
             sizes=sizes,
             title=f"{self._title}, bucket {sizes_of_bucket(bucket)}",
+            pieces=self._pieces,
             engine=self._engine,
             pool=self._engine.make_pool() if self._config.pool == "bucket" else self._pool,
             arena=arena,

@@ -1,7 +1,8 @@
 """What an op gives is what its schema and its fake promised; checked in the first two calls of a bucket.
 
 A plan is made from promises. A wrong one would not crash: a copy into a slot converts dtypes, and cuts the tie between
-a result and the buffer that it really is. Strides may differ, since what crosses is copied.
+a result and the buffer that it really is. Strides may differ, since what crosses is copied; but a compiled piece reads
+the results of its own custom ops where they are, so there they may not.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from ..errors import AliasingOpError, LayoutMismatchError
 from ..userlines import where
 
 
-def check_layout(draft: Draft, node: fx.Node, value: Tensor, promised: Tensor) -> None:
-    """Raise LayoutMismatchError unless a value has the shape and dtype that the plan has for it."""
-    if value.dtype == promised.dtype and value.shape == promised.shape:
+def check_layout(draft: Draft, node: fx.Node, value: Tensor, promised: Tensor, *, strides: bool = False) -> None:
+    """Raise LayoutMismatchError unless a value has the shape and dtype, and if asked the strides, of the plan."""
+    is_alike = value.dtype == promised.dtype and value.shape == promised.shape
+    if is_alike and (not strides or has_strides_of(value, promised)):
         return
     producer = draft.producer(node)
     raise LayoutMismatchError(
-        f"{_name(producer)} gave {list(value.shape)} {value.dtype}, its fake promised {list(promised.shape)} "
-        f"{promised.dtype} ({where(producer)}): make the fake of the op agree with the op "
-        "(torch.library.opcheck finds this)"
+        f"{_name(producer)} gave {_layout(value, strides)}, its fake promised {_layout(promised, strides)} "
+        f"({where(producer)}): make the fake of the op agree with the op (torch.library.opcheck finds this)"
     )
+
+
+def has_strides_of(value: Tensor, promised: Tensor) -> bool:
+    """Whether elements lie in the same order; the stride of a dim of one element means nothing."""
+    pairs = zip(value.size(), value.stride(), promised.stride(), strict=True)
+    return value.numel() == 0 or all(size == 1 or stride == other for size, stride, other in pairs)
+
+
+def _layout(tensor: Tensor, strides: bool) -> str:
+    text = f"{list(tensor.shape)} {tensor.dtype}"
+    return f"{text} with strides {list(tensor.stride())}" if strides else text
 
 
 def check_fresh(draft: Draft, node: fx.Node, value: Any, taken: Any) -> None:

@@ -5,6 +5,7 @@ How each rule comes about:
 | rule | where |
 |---|---|
 | no kernel runs while recording, results hold poison | `host_recorder`: ops are recorded, memory is poisoned |
+| a compiled function is one launch, since nobody can look into it | `capture_state.launch` |
 | ops implemented in Python are looked into | `host_ops`: their body runs once, its ops are recorded |
 | the host code of the recorded callable never runs again | a replay is a list of bound kernels |
 | what needs a value on the host is refused, with the line | `host_syncs` |
@@ -29,7 +30,6 @@ from .capture_state import recording
 from .engine import Recording, allocate_poisoned
 from .host_pool import HostPool
 from .host_recorder import Recorder
-from .host_twins import ignores_autocast
 
 
 class HostRecording(Recording):
@@ -70,7 +70,7 @@ class HostEngine:
     def capture(self, run: Callable[[], None], pool: HostPool, *, name: str) -> Recording:
         """See `Engine.capture`."""
         recorder = self.make_recorder(pool, name)
-        with recording(name):
+        with recording(name, recorder):
             try:
                 recorder.run(run)
                 launches = recorder.finish()
@@ -80,7 +80,7 @@ class HostEngine:
         if not launches:
             warnings.warn(f"the graph of {name} is empty: it launches no kernel", stacklevel=2)
         # asking for autocast costs a fifth of a microsecond, which the short pieces would feel
-        plain = all(ignores_autocast(launch.func) for launch in recorder.launches)
+        plain = all(launch.ignores_autocast for launch in recorder.launches)
         return (Recording if plain else HostRecording)(name, launches, recorder.used_blocks())
 
     def make_recorder(self, pool: HostPool, name: str) -> Recorder:

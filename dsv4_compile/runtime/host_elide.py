@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .host_launch import Launch, Operand
+from .host_launch import AnyLaunch, Launch, Operand
 from .host_pool import bytes_needed, place
-from .host_twins import out_twin
 
 # how torch aligns memory on the CPU
 _TORCH_ALIGNMENT = 64
@@ -35,14 +34,14 @@ class Site:
         value: what is copied.
     """
 
-    launches: list[Launch]
+    launches: list[AnyLaunch]
     copy: int
     birth: int
     slot: Operand
     value: Operand
 
 
-def elide_copies(launches: list[Launch]) -> list[Launch]:
+def elide_copies(launches: list[AnyLaunch]) -> list[AnyLaunch]:
     """The launches without the copies that can be left out; moves operands of the others."""
     kept = list(launches)
     index = 0
@@ -56,11 +55,11 @@ def elide_copies(launches: list[Launch]) -> list[Launch]:
     return kept
 
 
-def drop_unused_results(launches: list[Launch]) -> None:
+def drop_unused_results(launches: list[AnyLaunch]) -> None:
     """Leave out results that nobody looks at, such as the statistics of a layer norm, where they would be copied."""
     uses = Counter(id(lease) for launch in launches for lease in {operand.lease for operand in launch.operands})
     for launch in launches:
-        if out_twin(launch.func) is None and not launch.fills_argument:
+        if isinstance(launch, Launch) and launch.copies_results:
             for operand in launch.results:
                 if operand.lease is not None and uses[id(operand.lease)] == 1 and operand.lease.has_ended():
                     launch.drop_result(operand)
@@ -114,7 +113,7 @@ def slot_is_touched(site: Site) -> str | None:
         others = [operand for operand in launch.operands if not _moves(site, operand)]
         # the first, if opaque, is over before its result is copied to where it belongs
         if (launch.opaque and index > 0) or any(operand.overlaps(site.slot) for operand in others):
-            return f"{launch.func.name()} may touch the slot before"
+            return f"{launch.name} may touch the slot before"
     return None
 
 
@@ -136,10 +135,10 @@ CONDITIONS: tuple[Callable[[Site], str | None], ...] = (
 )
 
 
-def _find_site(launches: list[Launch], index: int) -> Site | None:
+def _find_site(launches: list[AnyLaunch], index: int) -> Site | None:
     """The site of a copy out of pool memory into other memory; None for any other launch."""
     launch = launches[index]
-    if not launch.is_copy:
+    if not (isinstance(launch, Launch) and launch.is_copy):
         return None
     slot, value = launch.args[0], launch.args[1]
     if value.lease is None or value.lease is slot.lease:
@@ -158,7 +157,7 @@ def _move_to_slot(site: Site) -> None:
             operand.block, operand.lease = slot.block, slot.lease
 
 
-def _users(site: Site) -> list[Launch]:
+def _users(site: Site) -> list[AnyLaunch]:
     """Launches from the birth of the value up to the copy."""
     return site.launches[site.birth : site.copy]
 
@@ -167,7 +166,7 @@ def _moves(site: Site, operand: Operand) -> bool:
     return operand.lease is site.value.lease
 
 
-def _touches(launch: Launch, value: Operand) -> bool:
+def _touches(launch: AnyLaunch, value: Operand) -> bool:
     return any(operand.lease is value.lease for operand in launch.operands)
 
 

@@ -1,4 +1,4 @@
-"""One recorded kernel, and how it becomes a call without arguments."""
+"""One recorded kernel, or compiled function, and how it becomes a call without arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from .host_ops import is_opaque
 from .host_pool import Block, Lease
 from .host_public import bind_fastest
-from .host_twins import TENSOR_OPTIONS, out_names, out_twin
+from .host_twins import TENSOR_OPTIONS, ignores_autocast, out_names, out_twin
 from .host_values import leaves_of, map_leaves
 
 
@@ -83,6 +83,21 @@ class Launch:
         return self.func is torch.ops.aten.copy_.default
 
     @property
+    def name(self) -> str:
+        """For errors."""
+        return str(self.func.name())
+
+    @property
+    def copies_results(self) -> bool:
+        """Whether the kernel makes its results itself, and they are copied to where they belong."""
+        return out_twin(self.func) is None and not self.fills_argument
+
+    @property
+    def ignores_autocast(self) -> bool:
+        """Whether it does the same under autocast."""
+        return ignores_autocast(self.func)
+
+    @property
     def opaque(self) -> bool:
         """Whether it may touch memory that its operands do not show."""
         return is_opaque(self.func)
@@ -104,6 +119,44 @@ class Launch:
         return bind_fastest(twin, args, kept | dict(zip(out_names(twin), results, strict=True)))
 
 
+@dataclass(eq=False, slots=True)
+class FunctionLaunch:
+    """A compiled function with its arguments, which writes into some of them and makes no result.
+
+    Attributes:
+        name: for errors.
+        function: takes `args`.
+        args: as for a `Launch`.
+        operands: likewise.
+        autocast: whether autocast was on when it was recorded, and its dtype.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    operands: list[Operand] = field(init=False)
+    autocast: tuple[bool, torch.dtype] = field(init=False)
+
+    # as a `Launch` answers
+    results = ()
+    opaque = True
+    ignores_autocast = False
+
+    def __post_init__(self) -> None:
+        self.operands = [arg for arg in self.args if isinstance(arg, Operand)]
+        self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+    def bind(self) -> Callable[[], Any]:
+        """A call without arguments, under the autocast of the recording."""
+        args = map_leaves(lambda operand: operand.tensor, Operand, self.args)
+        run = partial(self.function, *args)
+        is_on, dtype = self.autocast
+        return partial(_run_in_autocast, run, dtype) if is_on else run
+
+
+AnyLaunch = Launch | FunctionLaunch
+
+
 def span(tensor: Tensor) -> tuple[int, int]:
     """First address of a tensor's elements, and the one after the last."""
     if tensor.numel() == 0:
@@ -111,6 +164,11 @@ def span(tensor: Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     reach = sum((count - 1) * step for count, step in zip(tensor.size(), tensor.stride(), strict=True))
     return start, start + (1 + reach) * tensor.element_size()
+
+
+def _run_in_autocast(run: Callable[[], Any], dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        run()
 
 
 def _run_and_copy(name: str, run: Callable[[], Any], targets: list[Tensor | None]) -> None:

@@ -7,7 +7,7 @@ made outside inference mode, so that a replay may write to the memory in any mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from .host_elide import drop_unused_results, elide_copies
-from .host_launch import Launch, Operand
+from .host_launch import AnyLaunch, FunctionLaunch, Launch, Operand
 from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
 from .host_ops import Kind, fill_value, kind_of, why_opaque_is_refused
 from .host_pool import Block, HostPool, bytes_needed, place
 from .host_syncs import HostReadGuard, refusal, why_refused
-from .host_torch import NoFunctionModes, bind_cpu_kernel, call_composite_kernel
+from .host_torch import NoFunctionModes, bind_cpu_kernel, call_composite_kernel, no_dispatch_modes
 from .host_twins import out_names
 from .host_values import leaves_of, map_leaves
 
@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, pool: HostPool, name: str) -> None:
         super().__init__()
-        self.launches: list[Launch] = []
+        self.launches: list[AnyLaunch] = []
         self._pool = pool
         self._name = name
         self._guard = HostReadGuard(name)
@@ -53,6 +53,12 @@ class Recorder(TorchDispatchMode):
         """Call a function, recording its ops."""
         with self, self._guard:
             return function()
+
+    def record_function(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """See `capture_state.OpaqueRecorder`."""
+        with no_dispatch_modes(), NoFunctionModes(), torch.inference_mode(False):
+            operands = map_leaves(self._operand, Tensor, tuple(args))
+            self.launches.append(FunctionLaunch(name, function, operands))
 
     def finish(self) -> list[Callable[[], Any]]:
         """Calls that replay what was recorded, in order.

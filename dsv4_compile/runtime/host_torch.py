@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Python functions and tensor attributes do not call function modes inside.
 NoFunctionModes = torch._C.DisableTorchFunction
+# Calls of torch do not reach the dispatch modes of this thread inside.
+no_dispatch_modes = _disable_current_modes
 # Where the public function of an aten op is, if there is one; `torch.nn.functional` calls those of the second.
 PUBLIC_HOMES = (torch, torch._C._nn)
 _CPU = DispatchKeySet(DispatchKey.CPU)

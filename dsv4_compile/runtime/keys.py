@@ -84,7 +84,7 @@ class OverlapCheck:
                 continue
             is_written = meta.storage in written
             if graph_input.static:
-                fixed.append(_byte_range(args[position]))
+                fixed.append(byte_range(args[position]))
                 fixed_written += fixed[-1:] if is_written else []
             else:
                 self._moving.append((position, is_written))
@@ -95,9 +95,9 @@ class OverlapCheck:
         self.check: Callable[[Sequence[Any]], bool] = self._overlaps if can_overlap else _never
 
     def _overlaps(self, args: Sequence[Any]) -> bool:
-        moving = [(_byte_range(args[position]), is_written) for position, is_written in self._moving]
-        for byte_range, is_written in moving:
-            if (self._fixed if is_written else self._fixed_written).meet(byte_range):
+        moving = [(byte_range(args[position]), is_written) for position, is_written in self._moving]
+        for span, is_written in moving:
+            if (self._fixed if is_written else self._fixed_written).meet(span):
                 return True
         if not self._any_moving_write:
             return False
@@ -119,9 +119,9 @@ class _Ranges:
         self._starts = [start for start, _ in ordered]
         self._furthest = list(itertools.accumulate((end for _, end in ordered), max))
 
-    def meet(self, byte_range: ByteRange) -> bool:
+    def meet(self, span: ByteRange) -> bool:
         """Whether a range touches any of them: one that starts before its end reaches beyond its start."""
-        start, end = byte_range
+        start, end = span
         before = bisect.bisect_left(self._starts, end)
         return before > 0 and start < end and self._furthest[before - 1] > start
 
@@ -130,7 +130,8 @@ def _never(args: Sequence[Any]) -> bool:
     return False
 
 
-def _byte_range(tensor: Tensor) -> ByteRange:
+def byte_range(tensor: Tensor) -> ByteRange:
+    """First address of a tensor's elements, and the one behind the last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.numel() * tensor.element_size()

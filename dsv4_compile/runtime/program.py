@@ -29,6 +29,7 @@ from ..passes.scope_modes import autocast_of
 from .check_replay import CheckedReplay
 from .check_results import check_fresh, check_layout
 from .engine import Captured, Engine
+from .pieces import Pieces
 from .sizes import Sizes
 from .source import Function, SourceWriter
 from .spans import span
@@ -61,6 +62,7 @@ class BuildContext:
         roles: of the inputs; as planned, or written back for those that turned out to move.
         sizes: of the bucket.
         title: "graph 0, bucket (16,)", for errors and tracebacks.
+        pieces: what runs each piece.
         engine, pool: who records, and where temporaries go.
         arena, placement: where slots are.
         static_outputs: return buffers of the bucket, not fresh tensors.
@@ -71,6 +73,7 @@ class BuildContext:
     roles: Mapping[fx.Node, InputRole]
     sizes: Sizes
     title: str
+    pieces: Pieces
     engine: Engine
     pool: Any
     arena: Tensor
@@ -107,6 +110,7 @@ class _Builder:
     def __init__(self, context: BuildContext, args: Sequence[Any]) -> None:
         self._context = context
         self._draft = context.draft
+        self._pieces = context.pieces.for_call(args)
         self._args = args
         self._source = SourceWriter(context.title)
         self._values: dict[fx.Node, Any] = {}
@@ -186,7 +190,7 @@ class _Builder:
         """Capture a piece that writes its results into their slots, and replay it."""
         inputs = [self._values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
-        run = bind_piece(self._draft, unit, inputs, slots)
+        run = partial(self._pieces[unit.name].fill, inputs, slots)
         captured = self._context.engine.capture(run, self._context.pool, name=f"{unit.name} of {self._context.title}")
         self._captured.append(captured)
         replay: Callable[[], Any] = captured.replay
@@ -301,19 +305,6 @@ class _Builder:
             clone = partial(_clone_with_gaps, slot)
         self._source.line(f"v_{node.name} = {self._source.name_of(clone, 'clone')}()")
         self._values[node], self._operands[node] = clone(), f"v_{node.name}"
-
-
-def bind_piece(draft: Draft, unit: Unit, inputs: Sequence[Any], slots: Sequence[Tensor]) -> Callable[[], None]:
-    """A piece with its inputs bound, writing its results into slots."""
-
-    def run() -> None:
-        results = unit.gm.forward(*inputs)
-        for node, slot, result in zip(unit.outputs, slots, results, strict=True):
-            check_layout(draft, node, result, slot)
-            check_fresh(draft, node, result, inputs)
-            copier(slot)(result)
-
-    return run
 
 
 def _clone_with_gaps(slot: Tensor) -> Tensor:

@@ -10,15 +10,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
-from ..reasons import has_unknown_size
-from .check_results import check_layout
+from ..reasons import has_unknown_size, is_custom
+from .check_results import check_layout, has_strides_of
 from .modes import restored_modes
+from .pieces import Pieces
 from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
+from .workspace import copier
 
 WarmUp = Callable[[Callable[[], None]], None]
 
@@ -28,23 +30,18 @@ class UncapturedCallable:
 
     Args:
         draft: the partitioned graph.
+        pieces: their functions.
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, pieces: Pieces) -> None:
         assert draft.epilogue is not None, "the graph is partitioned by now"
         self._draft = draft
         self._epilogue = draft.epilogue
         self._placeholders = [graph_input.node for graph_input in draft.inputs]
         self._scalars = [node for node, effects in draft.effects.items() if effects.bucket_scalar]
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
-        self._steps = [
-            (unit, self._function_of(unit), self._last_used(index)) for index, unit in enumerate(draft.units)
-        ]
-
-    def _function_of(self, unit: Unit) -> Callable[..., Any]:
-        """What runs a unit; weights are inputs of a piece, so one function serves all that are the same."""
-        original = self._draft.copies.get(unit.name, unit.name)
-        return next(known.gm.forward for known in self._draft.units if known.name == original)
+        self._pieces = pieces
+        self._steps = [(unit, self._last_used(index)) for index, unit in enumerate(draft.units)]
 
     def _last_used(self, index: int) -> list[fx.Node]:
         """What nobody needs after a unit."""
@@ -74,13 +71,16 @@ class UncapturedCallable:
         with restored_modes(), restored:
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
             sizes = self._prepare(values)
-            for unit, function, last_used in self._steps:
+            pieces = self._pieces.for_call(args)
+            for unit, last_used in self._steps:
+                function: Callable[..., Any] = pieces[unit.name] if unit.kind == "piece" else unit.gm.forward
                 inputs = [values[node] for node in unit.inputs]
-                if run_piece is None:
+                if run_piece is None or unit.kind == "region":
                     results = function(*inputs)
                 else:
-                    results = _through(run_piece if unit.kind == "piece" else _call, function, inputs)
-                    self._check(unit, results, sizes)
+                    results = _through(run_piece, function, inputs)
+                if run_piece is not None or self._pieces.are_compiled:
+                    results = self._checked(unit, results, sizes)
                 values.update(zip(unit.outputs, results, strict=True))
                 for node in last_used:
                     del values[node]
@@ -89,12 +89,20 @@ class UncapturedCallable:
             torch.set_grad_enabled(self._draft.leaves_grad)
         return result
 
-    def _check(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> None:
+    def _checked(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> list[Any]:
+        """The results, if they are as promised; what goes to compiled pieces gets the strides they were made for."""
+        checked = []
         for node, result in zip(unit.outputs, results, strict=True):
             meta = self._draft.effects[node].result
             if isinstance(meta, TensorMeta) and not has_unknown_size(self._draft, meta):
-                promised = torch.empty(sizes.all_of(meta.shape), dtype=meta.dtype, device="meta")
-                check_layout(self._draft, node, result, promised)
+                shape, stride = sizes.all_of(meta.shape), sizes.all_of(meta.stride)
+                promised = torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+                strict = self._pieces.are_compiled and is_custom(self._draft, node)
+                check_layout(self._draft, node, result, promised, strides=strict)
+                if self._pieces.are_compiled and not has_strides_of(result, promised):
+                    result = _laid_out_as(sizes.allocate(meta), result)
+            checked.append(result)
+        return checked
 
     def _prepare(self, values: dict[fx.Node, Any]) -> Sizes:
         """Read the host scalars and make the allocations that several units touch."""
@@ -108,8 +116,9 @@ class UncapturedCallable:
         return sizes
 
 
-def _call(function: Callable[[], None]) -> None:
-    function()
+def _laid_out_as(made: Tensor, value: Tensor) -> Tensor:
+    copier(made)(value)
+    return made
 
 
 def _through(run_piece: WarmUp, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:

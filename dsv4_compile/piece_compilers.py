@@ -1,0 +1,183 @@
+"""What compiles the parts of pieces: one small record per compiler, and the call that makes a part's function.
+
+A compiler takes a graph and its inputs, fakes and SymInts, as a Dynamo backend does, and returns what runs it. The
+graph holds nothing but torch's own ops (see `passes/cut_pieces.py`); weights are inputs, so equal parts share a
+function; float arguments are constants in it.
+
+| compiler | graph it gets | how a recording sees what it makes |
+|---|---|---|
+| inductor | ends in copies into its last arguments, the slots, so that the stores fuse | one launch |
+| aot_eager | returns the results | op by op |
+| a callable | returns the results | one launch |
+
+Slots have the strides of the plan, so whatever layout a compiler likes inside, what crosses has the planned one.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .compat import compile_with_aot_eager, compile_with_inductor, fake_like, trace_fakes, tracing_apart
+from .config import Config
+from .draft import Draft, TensorMeta, Unit
+from .errors import Dsv4Error, PieceCompileError
+from .reasons import graph_device
+from .userlines import where
+
+Numbers = Mapping[fx.Node, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCompiler:
+    """A compiler of graphs.
+
+    Attributes:
+        name: for plans and errors.
+        compile: takes a graph and its inputs, fakes and SymInts; returns a callable.
+        fills_slots: its graphs end in copies to their last arguments, and what it makes returns nothing.
+        opaque: what it makes cannot be looked into while an engine records.
+    """
+
+    name: str
+    compile: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    fills_slots: bool
+    opaque: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledPart:
+    """A part's function and what it was compiled for.
+
+    Attributes:
+        function: takes the inputs but for the numbers, then the constants, then the slots if the compiler fills them.
+        compiler: who made it.
+        constants: tensors of the graph.
+        numbers: places of the inputs that are host scalars; their values are constants of the function.
+    """
+
+    function: Callable[..., Any]
+    compiler: PieceCompiler
+    constants: tuple[Tensor, ...]
+    numbers: frozenset[int]
+
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """What `function` takes, without slots."""
+        return [value for place, value in enumerate(inputs) if place not in self.numbers] + list(self.constants)
+
+
+def piece_compiler_for(config: Config, draft: Draft) -> PieceCompiler | None:
+    """The compiler that the options ask for on the device of the graph; None where pieces run as they are."""
+    choice = config.resolved_piece_compiler(graph_device(draft).type)
+    if choice == "eager":
+        return None
+    if choice == "inductor":
+        return PieceCompiler(name="inductor", compile=compile_with_inductor, fills_slots=True, opaque=True)
+    if choice == "aot_eager":
+        return PieceCompiler(name="aot_eager", compile=compile_with_aot_eager, fills_slots=False, opaque=False)
+    name = str(getattr(choice, "__name__", type(choice).__name__))
+    return PieceCompiler(name=name, compile=choice, fills_slots=False, opaque=True)
+
+
+def compile_part(draft: Draft, unit: Unit, compiler: PieceCompiler, numbers: Numbers) -> CompiledPart:
+    """Compile one part; only inside of a backend call, whose size symbols it uses.
+
+    Args:
+        draft: the graph.
+        unit: the part.
+        compiler: who compiles.
+        numbers: from `traced_numbers`.
+
+    Raises:
+        PieceCompileError: the compiler failed.
+    """
+    graph = _GraphForCompiler(draft, unit, numbers, fills_slots=compiler.fills_slots)
+    try:
+        with tracing_apart():
+            function = compiler.compile(graph.module(), graph.fakes)
+    except Dsv4Error:
+        raise
+    except Exception as error:
+        raise PieceCompileError(
+            f"{compiler.name} failed to compile {unit.name} (from {where(unit.nodes[0])}): "
+            f"{type(error).__name__}: {error}. With piece_compiler='eager' pieces run uncompiled, and are captured all "
+            "the same"
+        ) from error
+    if not callable(function):
+        raise PieceCompileError(f"{compiler.name} returned {function!r} for {unit.name}: it must return a callable")
+    places = frozenset(place for place, node in enumerate(unit.inputs) if node in numbers)
+    return CompiledPart(function=function, compiler=compiler, constants=tuple(graph.constants), numbers=places)
+
+
+def traced_numbers(draft: Draft, example_inputs: Sequence[Any]) -> dict[fx.Node, float]:
+    """The host scalars of a graph, with their values among the inputs it was traced with."""
+    values = {i.node: example for i, example in zip(draft.inputs, example_inputs, strict=True)}
+    scalars = (node for node, effects in draft.effects.items() if effects.bucket_scalar)
+    return {node: values[node.all_input_nodes[0]].item() for node in scalars}
+
+
+def same_number(first: float, second: float) -> bool:
+    """Bit for bit: NaN equals itself, and 0.0 is not -0.0."""
+    if isinstance(first, float) and isinstance(second, float):
+        return struct.pack("d", first) == struct.pack("d", second)
+    return type(first) is type(second) and first == second
+
+
+class _GraphForCompiler:
+    """A part's graph as its compiler takes it, and fakes of its inputs.
+
+    Inductor edits the graph it is given, so it is always a copy.
+    """
+
+    def __init__(self, draft: Draft, unit: Unit, numbers: Numbers, *, fills_slots: bool) -> None:
+        self.fakes: list[Any] = []
+        self.constants: list[Tensor] = []
+        self._draft = draft
+        self._unit = unit
+        self._mode = trace_fakes()
+        self._graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}
+        source = list(unit.gm.graph.nodes)
+        placeholders = [node for node in source if node.op == "placeholder"]
+        for copy, node in zip(placeholders, unit.inputs, strict=True):
+            env[copy] = numbers[node] if node in numbers else self._take(node.name, self._fake_of(node))
+        for node in source:
+            if node.op == "get_attr":
+                env[node] = self._take_constant(node)
+        slots = [self._take(f"slot_{node.name}", self._fake_of(node)) for node in unit.outputs] if fills_slots else []
+        for node in source:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                env[node] = self._graph.node_copy(node, lambda arg: env[arg])
+        results = [env[node] for node in unit.gm.graph.output_node().args[0]]  # type: ignore[union-attr, index]
+        for slot, result in zip(slots, results, strict=fills_slots):
+            self._graph.call_method("copy_", (slot, result))
+        self._graph.output(() if fills_slots else tuple(results))
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a module."""
+        return fx.GraphModule(torch.nn.Module(), self._graph, class_name=self._unit.name.replace(".", "_"))
+
+    def _take(self, name: str, fake: Any) -> fx.Node:
+        self.fakes.append(fake)
+        node = self._graph.placeholder(name)
+        node.meta["example_value"] = fake
+        return node
+
+    def _fake_of(self, node: fx.Node) -> Any:
+        """Apart from every other, though inputs may share memory in places where that is of no consequence."""
+        meta = self._draft.effects[node].result
+        if isinstance(meta, TensorMeta):
+            with self._mode:
+                return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        return next(graph_input.value for graph_input in self._draft.inputs if graph_input.node is node)
+
+    def _take_constant(self, node: fx.Node) -> fx.Node:
+        value = operator.attrgetter(str(node.target))(self._unit.gm)
+        self.constants.append(value)
+        return self._take(node.name, fake_like(self._mode, value))

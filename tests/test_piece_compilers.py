@@ -1,0 +1,452 @@
+"""Piece compilers: the same numbers as eager, each different part compiled once, and nothing of a compiler trusted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from case_helpers import Setup, everywhere
+from runtime_helpers import Probe
+from torch import Tensor, fx, nn
+from toy_ops import SPLIT
+
+import dsv4_compile
+from dsv4_compile.errors import LayoutMismatchError, OptionError, PieceCompileError
+
+inductor = pytest.param("inductor", marks=pytest.mark.inductor)
+every_compiler = pytest.mark.parametrize("compiler", ["aot_eager", "recording", inductor])
+
+
+class Recording:
+    """A piece compiler of the user's own: runs the graph as it is, and notes what it was given."""
+
+    def __init__(self, returned: Callable[[Sequence[Tensor]], Any] = tuple) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self._returned = returned
+
+    def __call__(self, gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+        assert len(fakes) == len(gm.graph.find_nodes(op="placeholder"))
+        self.graphs.append(gm)
+        return lambda *args: self._returned(gm(*args))
+
+
+def chosen(compiler: str) -> Any:
+    return Recording() if compiler == "recording" else compiler
+
+
+class Block(nn.Module):
+    """Two pieces around a split op, and in the first one a custom op that writes a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(64, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.nn.functional.silu(self.a(x)) + self.cache[: x.shape[0]]
+        torch.ops.probe.store(kept, self.cache)
+        seen = kept * 2 + self.cache[: x.shape[0]].sum(1, keepdim=True)
+        out = torch.empty_like(seen)
+        torch.ops.toy.attn(seen, out)
+        return self.b(out) + kept
+
+
+def compare(model: nn.Module, twin: nn.Module, compiled: Any, sizes: Sequence[int]) -> None:
+    for n in sizes:
+        x = torch.randn(n, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), twin(x))
+        for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other)
+
+
+def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    model, twin = make(), make()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+@every_compiler
+@everywhere
+def test_a_model_computes_what_it_does_in_eager(setup: Setup, compiler: str) -> None:
+    model, twin = twins(Block)
+    options = setup.options(piece_compiler=chosen(compiler))
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    compare(model, twin, compiled, (8, 8, 8, 5, 5, 5, 8))
+
+
+@every_compiler
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_any_grad_mode(compiler: str, mode: Callable[[], Any]) -> None:
+    model, twin = twins(Block)
+    model.requires_grad_(False)
+    twin.requires_grad_(False)
+    options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler)}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        with mode():
+            torch.testing.assert_close(compiled(x), twin(x))
+
+
+def put_then_use(x: Tensor, cache: Tensor) -> Tensor:
+    a = x + cache[:8]
+    torch.ops.probe.store(a, cache)
+    return a * 2
+
+
+@pytest.mark.inductor
+def test_a_value_is_not_computed_again_behind_an_op_that_changed_its_source() -> None:
+    options = {"engine": "off", "piece_compiler": "inductor"}
+    compiled = torch.compile(put_then_use, backend="dsv4_piecewise", dynamic=True, options=options)
+    x, cache = torch.randn(8, 4), torch.randn(16, 4)
+    expected = put_then_use(x, cache.clone())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, cache), expected)
+
+
+@pytest.mark.inductor
+def test_without_the_cut_inductor_does_compute_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should this one fail, Inductor has been repaired and the cut at mutating ops may be given up."""
+    monkeypatch.setattr("dsv4_compile.reasons._OWN_NAMESPACES", ("aten", "prims", "prim", "profiler", "probe"))
+    options = {"engine": "off", "piece_compiler": "inductor"}
+    compiled = torch.compile(put_then_use, backend="dsv4_piecewise", dynamic=True, options=options)
+    x, cache = torch.randn(8, 4), torch.randn(16, 4)
+    expected = put_then_use(x, cache.clone())
+    with torch.no_grad():
+        assert not torch.allclose(compiled(x, cache), expected)
+
+
+@every_compiler
+def test_the_host_code_of_an_op_inside_a_piece_is_frozen_by_a_capture(compiler: str) -> None:
+    """As on CUDA; an engine that ran the whole compiled piece again would hide it."""
+
+    def shifted(x: Tensor) -> Tensor:
+        return torch.ops.probe.shift(x * 2) + 1
+
+    compiled = torch.compile(
+        shifted, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": chosen(compiler)}
+    )
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        compiled(x)
+    before = Probe.amount
+    try:
+        Probe.amount = 100.0
+        torch.testing.assert_close(compiled(x), x * 2 + before + 1)
+    finally:
+        Probe.amount = before
+
+
+class Layers(nn.Module):
+    """`count` layers of one kind; `change` makes one of them nearly equal only."""
+
+    def __init__(self, count: int, change: Callable[[int], dict[str, Any]] = lambda index: {}) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(**change(index)) for index in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, constant: int = 3, axis: int = 1, bias: bool = True) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4, bias=bias)
+        self.constant, self.axis = constant, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x) * self.constant
+        q = q - q.mean(self.axis, keepdim=True)
+        out = torch.empty_like(q)
+        torch.ops.toy.attn(q, out)
+        return out.sin()
+
+
+def compiled_graphs(model: nn.Module) -> int:
+    compiler = Recording()
+    options = {"split_ops": SPLIT, "piece_compiler": compiler}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    x = torch.randn(8, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+    return len(compiler.graphs)
+
+
+def test_layers_of_one_kind_are_compiled_once() -> None:
+    # the first piece, those between two layers, the last
+    assert compiled_graphs(Layers(2)) == compiled_graphs(Layers(9)) == 3
+
+
+@pytest.mark.parametrize("change", [{"constant": 4}, {"axis": 0}, {"bias": False}])
+def test_nearly_equal_layers_are_not_shared(change: dict[str, Any]) -> None:
+    # the fifth differs, and its piece begins with the end of the fourth
+    assert compiled_graphs(Layers(9, lambda index: change if index == 4 else {})) == 4
+
+
+def test_counters_tell_compiled_pieces_from_reused_ones() -> None:
+    options = {"split_ops": SPLIT, "piece_compiler": Recording()}
+    compiled = torch.compile(Layers(9), backend="dsv4_piecewise", dynamic=True, options=options)
+    with torch.no_grad(), dsv4_compile.counters.expect(pieces_compiled=3, pieces_reused=7):
+        compiled(torch.randn(8, 4))
+
+
+RETURNS: list[Callable[[Sequence[Tensor]], Any]] = [tuple, list, lambda results: results[0]]
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+def test_a_compiler_may_return_a_tuple_a_list_or_a_bare_tensor(returned: Callable[[Sequence[Tensor]], Any]) -> None:
+    options = {"piece_compiler": Recording(returned)}
+    compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", dynamic=True, options=options)
+    x = torch.randn(8, 4)
+    for _ in range(4):
+        assert torch.equal(compiled(x), x * 2)
+
+
+@pytest.mark.parametrize("returned", [lambda results: None, lambda results: [], lambda results: ()])
+def test_a_compiler_may_return_nothing_for_a_piece_that_only_writes(returned: Callable[..., Any]) -> None:
+    options = {"piece_compiler": Recording(returned)}
+
+    def write(x: Tensor, cache: Tensor) -> None:
+        cache.add_(x)
+
+    compiled = torch.compile(write, backend="dsv4_piecewise", dynamic=True, options=options)
+    x, cache = torch.ones(8, 4), torch.zeros(8, 4)
+    for calls in range(1, 5):
+        assert compiled(x, cache) is None
+        assert torch.equal(cache, calls * x)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda results: (*results, *results), "returned .Tensor, Tensor., the graph it was given returns 1 tensor"),
+        (lambda results: (1.0,), "returned .float., the graph it was given returns 1 tensor"),
+        (lambda results: results[0].double(), "returned torch.float64 .8, 4. for mul"),
+        (lambda results: results[0][:4], "returned torch.float32 .4, 4. for mul"),
+    ],
+)
+def test_a_compiler_that_returns_something_else_is_named(returned: Callable[..., Any], message: str) -> None:
+    options = {"piece_compiler": Recording(returned)}
+    compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", dynamic=True, options=options)
+    with pytest.raises(PieceCompileError, match=f"what Recording made of piece_0.0 {message}"):
+        compiled(torch.randn(8, 4))
+
+
+def test_a_compiler_that_fails_is_named_with_the_piece_and_the_line() -> None:
+    def broken(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+        raise ZeroDivisionError("on purpose")
+
+    compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", options={"piece_compiler": broken})
+    message = r"broken failed to compile piece_0.0 \(from .*test_piece_compilers.py:\d+.*ZeroDivisionError: on purpose"
+    with pytest.raises(PieceCompileError, match=message):
+        compiled(torch.randn(8, 4))
+
+
+def test_a_compiler_has_to_return_a_callable() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", options={"piece_compiler": lambda gm, fakes: 7})
+    with pytest.raises(PieceCompileError, match=r"returned 7 for piece_0\.0: it must return a callable"):
+        compiled(torch.randn(8, 4))
+
+
+def test_an_unknown_compiler_is_refused() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", options={"piece_compiler": "inductr"})
+    with pytest.raises(OptionError, match="did you mean 'inductor'"):
+        compiled(torch.randn(8, 4))
+
+
+def test_what_a_compiler_does_to_its_graph_stays_there() -> None:
+    """Inductor edits the graph it is given; the original is still what a copy of the piece is checked with."""
+
+    def vandal(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+        good = fx.GraphModule(gm, fx.Graph())
+        good.graph.output(good.graph.graph_copy(gm.graph, {}))
+        good.recompile()
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                node.args = (0,) * len(node.args)
+        return good
+
+    options = {"split_ops": SPLIT, "piece_compiler": vandal, "check": "full"}
+    model = Layers(4)
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    x = torch.randn(8, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+@every_compiler
+@pytest.mark.parametrize("engine", ["off", "host"])
+def test_values_cross_with_the_strides_of_the_plan(compiler: str, engine: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        q = (x * 2).t().contiguous().t() + 1
+        out = torch.ops.toy.fresh(q)
+        return out.t().reshape(-1) + q.t().reshape(-1)
+
+    options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler), "engine": engine}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    for n in (8, 8, 8, 3, 3):
+        x = torch.randn(n, 4)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@every_compiler
+@pytest.mark.parametrize("engine", ["off", "host"])
+@pytest.mark.parametrize("split", [(), ("toy::transposed", "toy::widened")])
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        ("transposed", r"transposed.default gave .* strides \[1, 8\], its fake promised .* strides \[4, 1\]"),
+        ("widened", r"widened.default gave \[8, 4\] torch.float64.* its fake promised \[8, 4\] torch.float32"),
+    ],
+)
+def test_an_op_whose_fake_lies_is_named(compiler: str, engine: str, split: Any, op: str, message: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return getattr(torch.ops.toy, op)(x * 2) * 3
+
+    options = {"split_ops": split, "piece_compiler": chosen(compiler), "engine": engine}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    with pytest.raises(LayoutMismatchError, match=message):
+        compiled(torch.randn(8, 4))
+
+
+@every_compiler
+def test_a_number_is_a_constant_of_the_code_and_another_one_runs_uncompiled(
+    compiler: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(x: Tensor, scale: float) -> Tensor:
+        return (x * scale).sin() + scale
+
+    compiled = torch.compile(
+        model, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": chosen(compiler)}
+    )
+    x = torch.randn(8, 4)
+    with dsv4_compile.counters.expect(uncompiled_pieces=0):
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x, 0.5), model(x, 0.5))
+    with dsv4_compile.counters.expect(uncompiled_pieces=2), caplog.at_level(logging.WARNING, "dsv4_compile"):
+        for _ in range(4):  # warm-up and capture
+            torch.testing.assert_close(compiled(x, 0.25), model(x, 0.25))
+    assert len([record for record in caplog.records if "uncompiled" in record.message]) == 1
+
+
+@every_compiler
+@pytest.mark.parametrize("engine", ["off", "host"])
+def test_inputs_that_come_to_share_memory_run_uncompiled(compiler: str, engine: str) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        before = y + 1
+        x.mul_(3)
+        return before + y
+
+    options = {"piece_compiler": chosen(compiler), "engine": engine}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    for _ in range(3):
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        torch.testing.assert_close(compiled(x.clone(), y), model(x, y))
+    with dsv4_compile.counters.expect(uncompiled_pieces=3):
+        for _ in range(3):
+            memory = torch.randn(9, 4)
+            twin = memory.clone()
+            torch.testing.assert_close(compiled(memory[1:], memory[:8]), model(twin[1:], twin[:8]))
+            torch.testing.assert_close(memory, twin)
+
+
+@every_compiler
+def test_inputs_that_share_memory_from_the_start_are_not_compiled(compiler: str) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        before = y + 1
+        x.mul_(3)
+        return before + y
+
+    options = {"piece_compiler": chosen(compiler)}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    for _ in range(4):
+        memory = torch.randn(9, 4)
+        twin = memory.clone()
+        torch.testing.assert_close(compiled(memory[1:], memory[:8]), model(twin[1:], twin[:8]))
+        torch.testing.assert_close(memory, twin)
+
+
+@every_compiler
+def test_slices_of_one_cache_are_compiled(compiler: str) -> None:
+    """Packed caches share a storage, and are apart all the same."""
+
+    def model(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        first[:8].add_(x)
+        second[:8].sub_(x)
+        return first[:8] * second[:8]
+
+    compiled = torch.compile(
+        model, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": chosen(compiler)}
+    )
+    memory = torch.randn(2, 16, 4)
+    twin = memory.clone()
+    with dsv4_compile.counters.expect(uncompiled_pieces=0):
+        for _ in range(4):
+            x = torch.randn(8, 4)
+            torch.testing.assert_close(compiled(x, memory[0], memory[1]), model(x, twin[0], twin[1]))
+            torch.testing.assert_close(memory, twin)
+
+
+@every_compiler
+def test_random_numbers_are_those_of_eager(compiler: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.ops.toy.fresh(x + torch.rand_like(x)) * torch.nn.functional.dropout(x, 0.5)
+
+    options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler)}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    x = torch.randn(8, 4)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = model(x)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(seed)
+        torch.testing.assert_close(compiled(x), expected)
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@every_compiler
+@pytest.mark.parametrize("ambient", [True, False])
+def test_autocast_around_the_call_and_inside_of_it(compiler: str, ambient: bool) -> None:
+    linear = nn.Linear(4, 4)
+
+    def model(x: Tensor) -> Tensor:
+        y = linear(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not ambient):
+            z = linear(x)
+        return y.float() + torch.ops.toy.fresh(z.float())
+
+    options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler)}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    x = torch.randn(8, 4)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=ambient):
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+@every_compiler
+def test_a_full_check_accepts_what_is_right(compiler: str) -> None:
+    model, twin = twins(Block)
+    options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler), "check": "full"}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    compare(model, twin, compiled, (8, 8, 8, 8))
+
+
+@every_compiler
+def test_a_tensor_constant_of_the_graph(compiler: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.ops.toy.fresh(x * torch.tensor([1.0, 2.0, 3.0, 4.0])) + torch.tensor(7)
+
+    options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler)}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    x = torch.randn(8, 4)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x), model(x))

@@ -8,6 +8,7 @@ functions may be called from any thread.
 from __future__ import annotations
 
 import difflib
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ class RegisteredOp:
         step_state: names of the arguments that are step state.
         reads_context: the op reaches step state through a side channel, out of sight of the graph.
         tokens: the argument whose dim 0 is the token count; None: the first tensor argument.
+        weight: how many times the estimate for such an op a call takes.
     """
 
     name: str
@@ -36,6 +38,7 @@ class RegisteredOp:
     step_state: tuple[str, ...] = ()
     reads_context: bool = False
     tokens: str | None = None
+    weight: float = 1.0
 
 
 _lock = threading.Lock()
@@ -49,6 +52,7 @@ def register_op(
     step_state: Sequence[str] = (),
     reads_context: bool = False,
     tokens: str | None = None,
+    weight: float = 1.0,
 ) -> None:
     """Give an op a role in later compilations; a second call for the same name replaces the first.
 
@@ -58,20 +62,23 @@ def register_op(
         step_state: argument names that a runner rebuilds or refills each step.
         reads_context: True if the op reads step state from a global or forward context.
         tokens: name of the tensor argument whose dim 0 is the token count.
+        weight: a hint of how long a call takes: how many times one kernel that streams the call's results and
+            activations once; 0 is next to nothing. It only has a part in which branches get a side lane.
 
     Raises:
         UnknownOpError: torch knows no such op, or the op has no such argument.
-        OptionError: the role is none of the three.
+        OptionError: the role is none of the three, or the weight is not a finite number of at least 0.
     """
     from ..errors import OptionError
 
     if role not in get_args(Role):
         raise OptionError(f"register_op({name!r}): role is {role!r}; it must be one of {', '.join(get_args(Role))}")
+    _check_weight(name, weight)
     step_state = (step_state,) if isinstance(step_state, str) else tuple(step_state)
     check_op_name(name)
     _check_arguments(name, step_state if tokens is None else (*step_state, tokens))
     with _lock:
-        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens)
+        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(weight))
 
 
 def snapshot() -> Mapping[str, RegisteredOp]:
@@ -104,6 +111,14 @@ def check_op_name(name: str) -> None:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else 'names read "ns::op" or "ns::op.overload".'
     raise UnknownOpError(f"torch knows no op {name!r}: {hint} Import the library that defines it first.")
+
+
+def _check_weight(name: str, weight: object) -> None:
+    from ..errors import OptionError
+
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not 0 <= float(weight) < math.inf:  # type: ignore[arg-type]
+        raise OptionError(f"register_op({name!r}): weight is {weight!r}; it must be a finite number of at least 0")
 
 
 def _check_arguments(name: str, arguments: Sequence[str]) -> None:

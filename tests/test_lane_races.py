@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lane_logs import log_of
 
 from dsv4_compile.errors import LaneRaceError
 from dsv4_compile.runtime.host_lanes import Entry, LaneLaunch, Record, Wait, check_races, shuffled
@@ -123,25 +123,6 @@ def test_an_event_stands_for_what_was_there_when_the_wait_was_issued() -> None:
 # --- random programs with as few events as they need ---
 
 
-@dataclass
-class Program:
-    """Launches in program order, with what each waits for: positions of launches, or -1 for the start."""
-
-    launches: list[LaneLaunch]
-    waits: list[set[int]] = field(default_factory=list)
-    joins: set[int] = field(default_factory=set)
-
-    def log(self) -> list[Entry]:
-        """Events are numbered by the launch that they follow."""
-        awaited = set().union(*self.waits, self.joins)
-        log: list[Entry] = [Record(lane=0, event=-1)] if -1 in awaited else []
-        for position, (op, waits) in enumerate(zip(self.launches, self.waits, strict=True)):
-            log += [Wait(lane=op.lane, event=event) for event in sorted(waits)]
-            log.append(op)
-            log += [Record(lane=op.lane, event=position)] if position in awaited else []
-        return log + [Wait(lane=0, event=event) for event in sorted(self.joins)]
-
-
 def conflict(one: LaneLaunch, other: LaneLaunch) -> bool:
     def meet(some: Sequence[tuple[int, int]], more: Sequence[tuple[int, int]]) -> bool:
         return any(max(a, c) < min(b, d) for a, b in some for c, d in more)
@@ -149,9 +130,9 @@ def conflict(one: LaneLaunch, other: LaneLaunch) -> bool:
     return meet(one.writes, (*other.reads, *other.writes)) or meet(one.reads, other.writes)
 
 
-def with_events(launches: Sequence[LaneLaunch]) -> Program:
-    """Wait for each conflicting launch, unless one that is waited for anyway is behind it."""
-    program = Program(list(launches))
+def with_events(launches: Sequence[LaneLaunch]) -> list[Entry]:
+    """The log in which each launch waits for those it conflicts with, unless another one it waits for does."""
+    waits: list[set[int]] = []
     before: list[set[int]] = []  # by launch: the ones that have run for certain, itself included; -1 is the start
     latest: dict[int, set[int]] = {0: {-1}}
     for position, op in enumerate(launches):
@@ -160,13 +141,13 @@ def with_events(launches: Sequence[LaneLaunch]) -> Program:
         needed = {i for i in needed if not any(i in before[j] for j in needed if j != i)}
         if not known and not needed:
             needed = {-1}
-        program.waits.append(needed)
+        waits.append(needed)
         before.append(known.union({position}, *(before[i] if i >= 0 else {-1} for i in needed)))
         latest[op.lane] = before[position]
     ends = {max(positions) for lane in latest if (positions := [i for i, op in enumerate(launches) if op.lane == lane])}
     ends -= latest[0]
-    program.joins = {i for i in ends if not any(i in before[j] for j in ends if j != i)}
-    return program
+    joins = {i for i in ends if not any(i in before[j] for j in ends if j != i)}
+    return log_of(launches, waits, joins)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda r: (r[0], r[0] + r[1])), max_size=3)
@@ -177,7 +158,7 @@ launches = st.lists(st.tuples(st.integers(0, 3), ranges, ranges), min_size=1, ma
 
 @given(launches)
 def test_taking_away_any_one_event_is_noticed(ops: list[LaneLaunch]) -> None:
-    log = with_events(ops).log()
+    log = with_events(ops)
     check_races(log)
     for index, entry in enumerate(log):
         if not isinstance(entry, LaneLaunch):
@@ -255,7 +236,7 @@ def test_any_log_is_judged_as_brute_force_does(log: list[Entry]) -> None:
 @given(launches, st.data())
 def test_a_damaged_program_is_judged_as_brute_force_does(ops: list[LaneLaunch], data: st.DataObject) -> None:
     """Entries gone, swapped, or put in; many of these logs are still in order."""
-    log = with_events(ops).log()
+    log = with_events(ops)
     for _ in range(data.draw(st.integers(0, 3))):
         place = data.draw(st.integers(0, len(log) - 1))
         change = data.draw(st.sampled_from(["drop", "swap", "add"]))
@@ -273,7 +254,7 @@ def test_a_damaged_program_is_judged_as_brute_force_does(ops: list[LaneLaunch], 
 
 @given(launches, st.integers(0, 1000))
 def test_shuffled_orders_keep_what_lanes_and_events_order(ops: list[LaneLaunch], seed: int) -> None:
-    log = with_events(ops).log()
+    log = with_events(ops)
     order = shuffled(log, seed)
     assert sorted(order, key=ops.index) == ops
     edges = edges_of(log)
@@ -287,7 +268,7 @@ def test_shuffled_orders_keep_what_lanes_and_events_order(ops: list[LaneLaunch],
 
 @given(launches, st.integers(0, 1000))
 def test_equal_seeds_give_equal_orders(ops: list[LaneLaunch], seed: int) -> None:
-    log = with_events(ops).log()
+    log = with_events(ops)
     assert shuffled(log, seed) == shuffled(log, seed)
 
 
@@ -306,7 +287,7 @@ def test_a_long_log_on_four_lanes() -> None:
     for i in range(400):
         start = draw.randrange(4000)
         ops.append(launch(f"op{i}", i % 4, reads=[(start, start + 100)], writes=[(start + 50, start + 60)]))
-    log = with_events(ops).log()
+    log = with_events(ops)
     check_races(log)
     assert shuffled(log, 1) != shuffled(log, 2)
     del log[next(i for i, entry in enumerate(log) if isinstance(entry, Wait) and i > len(log) // 2)]

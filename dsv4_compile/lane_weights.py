@@ -1,0 +1,84 @@
+"""How long a node takes, roughly: only to tell which branches are worth a lane of their own.
+
+The unit is about a microsecond of a current accelerator. A kernel takes its launch, and then what its bytes take at
+4 TB/s or its multiply-adds at 400 T/s, whichever is more; sizes are those of the trace. A matrix product and a custom
+op count as a kernel worth placing, everything else as a fraction of one. Nothing here was fitted: a wrong weight costs
+time on the device and changes no result.
+
+Bytes are those of results and activations, and of weights for a matrix product alone: another op may look at a few rows
+of a weight, as an op on a cache does with the cache. Where an op is far off, `register_op(..., weight=)` corrects it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .compat import hint_of
+from .draft import Draft, Provenance, TensorMeta
+from .ops.registry import find_op
+
+BYTES = 4_000_000
+MULTIPLY_ADDS = 400_000_000
+KERNEL = 4  # a matrix product or a custom op that has next to nothing to do
+SMALL_KERNEL = 1  # any other op, which a compiler may fuse besides
+
+_PRODUCTS = frozenset(
+    ["mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"]
+)
+_OWN_NAMESPACES = ("aten", "prim", "prims")
+_STREAMED = (Provenance.ACTIVATION, Provenance.USER_INPUT)
+
+
+def weight_of(draft: Draft, node: fx.Node) -> int:
+    """The estimated time of a working node, at least 1."""
+    ops = draft.effects[node].ops
+    registered = [op for name in ops if (op := find_op(draft.ops, name)) is not None]
+    factor = max((op.weight for op in registered), default=1.0)
+    if any(_bare(name) in _PRODUCTS for name in ops):
+        return _scaled(KERNEL + _product(draft, node), factor)
+    is_custom = any(name.partition("::")[0] not in _OWN_NAMESPACES for name in ops)
+    return _scaled((KERNEL if is_custom else SMALL_KERNEL) + _bytes(draft, node, _STREAMED) // BYTES, factor)
+
+
+def _bare(name: str) -> str:
+    """ "mm" of "aten::mm.default"; of another namespace an empty string, it may be anything."""
+    namespace, _, rest = name.partition("::")
+    return rest.partition(".")[0] if namespace in _OWN_NAMESPACES else ""
+
+
+def _scaled(weight: int, factor: float) -> int:
+    return max(1, round(weight * factor))
+
+
+def _product(draft: Draft, node: fx.Node) -> int:
+    """Of [m, k] by [k, n], in whatever order the op takes them: (m k) (k n) (m n) is the square of m k n."""
+    operands = sorted((_numel(meta) for arg in node.all_input_nodes for meta in _tensors(draft, arg)), reverse=True)
+    result = sum(map(_numel, _tensors(draft, node)))
+    multiply_adds = math.isqrt(math.prod([*operands[:2], result]))
+    return max(multiply_adds // MULTIPLY_ADDS, _bytes(draft, node, tuple(Provenance)) // BYTES)
+
+
+def _bytes(draft: Draft, node: fx.Node, counted: tuple[Provenance, ...]) -> int:
+    """Of the result, and of the arguments whose storage has one of these origins."""
+    metas = [
+        *_tensors(draft, node),
+        *(
+            meta
+            for arg in node.all_input_nodes
+            for meta in _tensors(draft, arg)
+            if draft.storages.get(meta.storage, Provenance.ACTIVATION) in counted
+        ),
+    ]
+    return sum(_numel(meta) * meta.dtype.itemsize for meta in metas)
+
+
+def _tensors(draft: Draft, node: fx.Node) -> Iterator[TensorMeta]:
+    return (meta for meta in pytree.tree_leaves(draft.effects[node].result) if isinstance(meta, TensorMeta))
+
+
+def _numel(meta: TensorMeta) -> int:
+    return math.prod(map(hint_of, meta.shape))

@@ -15,6 +15,7 @@ from functools import partial
 
 from ..config import Config
 from ..draft import Draft, StandIns
+from .assign_lanes import assign_lanes
 from .check_hazards import check_hazards
 from .check_partition import check_partition
 from .choose_regions import choose_regions
@@ -51,6 +52,7 @@ def pass_order(config: Config, concrete: StandIns, symbolic: StandIns) -> tuple[
         partition_graph,
         check_partition,
         find_copies,
+        partial(assign_lanes, config=config),  # after copies, which run on the lanes of their originals
         plan_workspace,
         partial(cut_pieces, config=config),  # after the workspace: what cannot be captured is not compiled either
     )

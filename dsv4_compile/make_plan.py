@@ -103,7 +103,13 @@ def _unit(draft: Draft, unit: Unit, filled: Sequence[fx.Node], by_node: Mapping[
 def _op(draft: Draft, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -> PlanOp:
     weights = [by_node[arg].name for arg in node.all_input_nodes if arg in by_node and _is_weight(by_node[arg])]
     applied = f"[{weights[0]}]" if weights else ""
-    return PlanOp(node=node.name, op=call_name(node) + applied, reason=draft.eager.get(node), line=where(node))
+    return PlanOp(
+        node=node.name,
+        op=call_name(node) + applied,
+        reason=draft.eager.get(node),
+        line=where(node),
+        lane=draft.lanes.get(node, 0),
+    )
 
 
 def _is_weight(graph_input: GraphInput) -> bool:

@@ -34,12 +34,14 @@ class PlanOp:
         op: what it calls, with the weight it applies in brackets.
         reason: why it is eager; None where it is captured.
         line: the user's source line.
+        lane: of its piece, on which it runs; 0 is the main one.
     """
 
     node: str
     op: str
     reason: str | None
     line: str
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

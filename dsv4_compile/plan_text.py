@@ -66,14 +66,22 @@ def _count(number: int, noun: str) -> str:
 def _unit(unit: PlanUnit) -> Iterator[str]:
     fate = "captured" if unit.kind == "piece" else "eager"
     copy = f", a copy of {unit.copy_of}" if unit.copy_of else ""
-    yield f"{unit.name}  {fate}, {_count(len(unit.ops), 'op')}{copy}"
+    lanes = sorted({op.lane for op in unit.ops})
+    side_by_side = f" on {_count(len(lanes), 'lane')}" if len(lanes) > 1 else ""
+    yield f"{unit.name}  {fate}, {_count(len(unit.ops), 'op')}{side_by_side}{copy}"
     if unit.kind == "region":
         yield from _eager_ops(unit.ops)
     elif unit.copy_of is None:
-        runs = itertools.groupby(op.op for op in unit.ops)
-        yield from _wrapped("ops", [_repeated(op, len(list(run))) for op, run in runs])
+        for lane in lanes:
+            label = f"lane {lane} " if len(lanes) > 1 else "ops"
+            yield from _captured_ops(label, [op.op for op in unit.ops if op.lane == lane])
     yield from _takes(unit.takes)
     yield from _wrapped("gives", [f"{value.name} {value.layout}" for value in unit.gives])
+
+
+def _captured_ops(label: str, ops: Sequence[str]) -> Iterator[str]:
+    runs = itertools.groupby(ops)
+    yield from _wrapped(label, [_repeated(op, len(list(run))) for op, run in runs])
 
 
 def _eager_ops(ops: Sequence[PlanOp]) -> Iterator[str]:

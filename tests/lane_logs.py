@@ -1,10 +1,10 @@
-"""From what launches wait for to the log that a host engine would keep."""
+"""From what launches wait for to the log that a host engine would keep, and to what has run before each."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dsv4_compile.lane_schedule import START
+from dsv4_compile.lane_schedule import START, Events
 from dsv4_compile.runtime.host_lanes import Entry, LaneLaunch, Record, Wait
 
 
@@ -20,3 +20,12 @@ def log_of(launches: Sequence[LaneLaunch], waits: Sequence[Collection[int]], joi
         log.append(launch)
         log += [Record(lane=launch.lane, event=place)] if place in awaited else []
     return log + [Wait(lane=0, event=event) for event in sorted(joins)]
+
+
+def happens_before(lanes: Sequence[int], events: Events) -> list[set[int]]:
+    """By op, all that has run before it for certain: what is before it on its lane, what it waits for, and so on."""
+    past: list[set[int]] = []
+    for op, lane in enumerate(lanes):
+        direct = {*(other for other in range(op) if lanes[other] == lane), *events.waits[op]} - {START}
+        past.append(direct.union(*(past[other] for other in direct)))
+    return past

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lane_logs import log_of
+from lane_logs import happens_before, log_of
 
 from dsv4_compile.errors import LaneRaceError
 from dsv4_compile.lane_schedule import EVENT, START, Events, estimate, events_of, schedule
@@ -105,15 +105,6 @@ def pieces(draw: st.DrawFn) -> tuple[list[set[int]], list[int]]:
     size = draw(st.integers(1, 12))
     before = [draw(st.sets(st.integers(0, op - 1), max_size=3)) if op else set() for op in range(size)]
     return before, draw(st.lists(st.sampled_from([1, 2, 4, 5, 9]), min_size=size, max_size=size))
-
-
-def happens_before(lanes: Sequence[int], events: Events) -> list[set[int]]:
-    """By op, all that has run before it for certain: what is before it on its lane, what it waits for, and so on."""
-    past: list[set[int]] = []
-    for op, lane in enumerate(lanes):
-        direct = {*(other for other in range(op) if lanes[other] == lane), *events.waits[op]} - {START}
-        past.append(direct.union(*(past[other] for other in direct)))
-    return past
 
 
 @given(pieces(), st.integers(0, 3))

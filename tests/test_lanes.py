@@ -1,0 +1,365 @@
+"""Lanes of real graphs: the attention layer as tables to be read (see `lane_tables`), and small functions a rule each.
+
+Then the same and random graphs as logs, for the happens-before checker to judge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from lane_logs import happens_before, log_of
+from lane_tables import lanes_of, layer_draft, table, unit_events
+from layer_plans import mark_request_dims
+from paging import Paging, tiny_config
+from stages import drafts_of
+from torch import Tensor, fx
+from toy_ops import SPLIT
+
+from dsv4_compile import register_op
+from dsv4_compile.dependence import predecessors
+from dsv4_compile.draft import Draft, Effects, Unit
+from dsv4_compile.errors import LaneRaceError
+from dsv4_compile.lane_schedule import events_of, schedule
+from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Config, bind_caches
+from dsv4_compile.passes.assign_lanes import order_of
+from dsv4_compile.runtime.host_lanes import Entry, LaneLaunch, check_races
+
+toy = torch.ops.toy
+BLOCK = 64  # bytes of a storage in logs
+GENERATOR, GUARDED = 1000, 1001  # numbers of no storage
+X = torch.zeros(5, 4)
+
+
+# --- the three kinds of layers ---
+
+
+def test_swa_on_one_lane() -> None:
+    assert_expected_inline(
+        table(*layer_draft(0, 0)),
+        """\
+lane 0
+fused_wqa_wkv
+fused_q_kv_rmsnorm
+wq_b
+qnorm_rope_kv_insert""",
+    )
+
+
+def test_swa_with_three_side_lanes() -> None:
+    """It is a chain: there is nothing to put elsewhere."""
+    assert_expected_inline(
+        table(*layer_draft(0, 3)),
+        """\
+lane 0
+fused_wqa_wkv
+fused_q_kv_rmsnorm
+wq_b
+qnorm_rope_kv_insert""",
+    )
+
+
+def test_c4a_on_one_lane() -> None:
+    assert_expected_inline(
+        table(*layer_draft(4, 0)),
+        """\
+lane 0
+fused_wqa_wkv
+compressor.fused_wkv_wgate
+indexer.compressor.fused_wkv_wgate
+indexer.weights_proj
+fused_q_kv_rmsnorm
+wq_b
+qnorm_rope_kv_insert
+compress_kv_insert compressor
+indexer.wq_b
+indexer_q_rope
+compress_kv_insert indexer.compressor""",
+    )
+
+
+def test_c4a_with_three_side_lanes() -> None:
+    """Three side GEMMs beside the fused one; then q and KV, the indexer and the two compressors side by side."""
+    assert_expected_inline(
+        table(*layer_draft(4, 3)),
+        """\
+lane 0                 lane 1                 lane 2                          lane 3
+fused_wqa_wkv          indexer.weights_proj   compressor.fused_wkv_wgate      indexer.compressor.fused_wkv_wgate
+fused_q_kv_rmsnorm                            compress_kv_insert compressor   compress_kv_insert indexer.compressor
+wq_b                   indexer.wq_b
+qnorm_rope_kv_insert   indexer_q_rope
+compressor.fused_wkv_wgate waits for the start
+indexer.compressor.fused_wkv_wgate waits for the start
+indexer.weights_proj waits for the start
+indexer.wq_b waits for fused_q_kv_rmsnorm
+joined: indexer_q_rope, compress_kv_insert compressor, compress_kv_insert indexer.compressor""",
+    )
+
+
+def test_c128a_on_one_lane() -> None:
+    assert_expected_inline(
+        table(*layer_draft(128, 0)),
+        """\
+lane 0
+fused_wqa_wkv
+compressor.fused_wkv_wgate
+fused_q_kv_rmsnorm
+wq_b
+qnorm_rope_kv_insert
+compress_kv_insert compressor""",
+    )
+
+
+def test_c128a_with_three_side_lanes() -> None:
+    assert_expected_inline(
+        table(*layer_draft(128, 3)),
+        """\
+lane 0                 lane 1
+fused_wqa_wkv          compressor.fused_wkv_wgate
+fused_q_kv_rmsnorm     compress_kv_insert compressor
+wq_b
+qnorm_rope_kv_insert
+compressor.fused_wkv_wgate waits for the start
+joined: compress_kv_insert compressor""",
+    )
+
+
+def test_the_output_projection_is_a_chain() -> None:
+    assert_expected_inline(
+        table(*layer_draft(4, 3), 2),
+        """\
+lane 0
+inverse_rope
+bmm
+flatten
+wo_b""",
+    )
+
+
+@pytest.mark.parametrize("size", ["flash", "pro"])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_released_sizes_give_the_lanes_of_the_tiny_ones(size: str, ratio: int) -> None:
+    config = getattr(DeepseekV4Config, size)(num_hidden_layers=1, compress_ratios=(ratio,))
+    assert table(*layer_draft(ratio, 3, config)) == table(*layer_draft(ratio, 3))
+
+
+def test_layers_of_a_stack_have_the_lanes_of_one() -> None:
+    """With what stands between two layers: residual and norm, too light for a lane."""
+    config = tiny_config((4, 4, 4))
+    paging = Paging(config, [40, 40], max_reqs=3)
+    stack = AttentionStack(config)
+    bind_caches(stack, paging.caches())
+    positions, step = paging.step([(0, 0, 5), (1, 0, 8)])
+    ids = torch.zeros(13, dtype=torch.long)
+    _, draft, plan = drafts_of(stack, ids, positions, mark_request_dims(step), runner="mrv2", aux_streams=3)
+    assert_expected_inline(
+        table(draft, plan, 2),
+        """\
+lane 0                 lane 1                 lane 2                          lane 3
+inverse_rope
+bmm
+flatten
+wo_b
+add
+rms_norm norm
+fused_wqa_wkv          indexer.weights_proj   compressor.fused_wkv_wgate      indexer.compressor.fused_wkv_wgate
+fused_q_kv_rmsnorm                            compress_kv_insert compressor   compress_kv_insert indexer.compressor
+wq_b                   indexer.wq_b
+qnorm_rope_kv_insert   indexer_q_rope
+compressor.fused_wkv_wgate waits for rms_norm norm
+indexer.compressor.fused_wkv_wgate waits for rms_norm norm
+indexer.weights_proj waits for rms_norm norm
+indexer.wq_b waits for fused_q_kv_rmsnorm
+joined: indexer_q_rope, compress_kv_insert compressor, compress_kv_insert indexer.compressor""",
+    )
+    assert draft.copies == {"piece_2": "piece_1"}
+    assert lanes_of(draft, draft.units[4]) == lanes_of(draft, draft.units[2])
+
+
+def test_the_plan_shows_lanes() -> None:
+    _, plan = layer_draft(4, 3)
+    piece = str(plan).partition("piece_0")[2].partition("    takes")[0]
+    assert_expected_inline(
+        piece,
+        """\
+  captured, 11 ops on 4 lanes
+    lane 0 linear[fused_wqa_wkv.weight], dsv4::fused_q_kv_rmsnorm[q_norm], linear[wq_b.weight],
+           dsv4::qnorm_rope_kv_insert
+    lane 1 linear[indexer.weights_proj.weight], linear[indexer.wq_b.weight], dsv4::indexer_q_rope
+    lane 2 linear[compressor.fused_wkv_wgate.weight], dsv4::compress_kv_insert[compressor.ape]
+    lane 3 linear[indexer.compressor.fused_wkv_wgate.weight], dsv4::compress_kv_insert[indexer.compressor.ape]
+""",
+    )
+    lanes = [op["lane"] for op in json.loads(plan.to_json())["units"][0]["ops"]]
+    assert lanes == [0, 2, 3, 1, 0, 0, 0, 2, 1, 1, 3]
+
+
+def test_without_side_lanes_the_plan_is_as_ever() -> None:
+    draft, plan = layer_draft(4, 0)
+    assert draft.lanes == {}
+    assert "lane" not in str(plan)
+
+
+# --- one rule each ---
+
+
+def lanes_by_op(fn: Any, *args: Tensor, lanes: int = 3, **options: Any) -> dict[str, int]:
+    _, draft, _ = drafts_of(fn, *args, **{"split_ops": SPLIT, "aux_streams": lanes, **options})
+    return {node.name: draft.lanes.get(node, 0) for node in draft.working_nodes()}
+
+
+def products(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    first = x @ v
+    second = x @ w
+    return toy.fresh(first + second)
+
+
+W = torch.zeros(4, 4)
+
+
+def test_two_products_side_by_side() -> None:
+    assert lanes_by_op(products, X, W, W.clone()) == {"first": 0, "second": 1, "add": 0, "fresh": 0}
+
+
+def test_lanes_end_with_their_piece() -> None:
+    """What runs beside the second product of one piece may not do so beyond the region."""
+
+    def fn(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        h = toy.fresh(products(x, v, w))
+        return products(h, v, w)
+
+    _, draft, _ = drafts_of(fn, X, W, W.clone(), split_ops=SPLIT, aux_streams=3)
+    pieces = [unit for unit in draft.units if unit.kind == "piece"]
+    assert [unit_events(draft, unit).waits for unit in pieces] == [((), (-1,), (1,))] * 2
+    assert not any(node in draft.lanes for unit in draft.units if unit.kind == "region" for node in unit.nodes)
+
+
+def test_pointwise_branches_are_too_light() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return toy.fresh(x.sin() + x.cos() + x.exp() + x.tanh())
+
+    assert set(lanes_by_op(fn, X).values()) == {0}
+
+
+def test_conflicting_writes_keep_their_order() -> None:
+    """The write to the cache comes behind the product that reads it first, and ahead of the other one."""
+
+    def fn(x: Tensor, w: Tensor, cache: Tensor) -> Tensor:
+        early = cache @ w
+        toy.kv_write(x, x[:, 0].long(), cache)
+        late = cache @ w
+        return toy.fresh(early + late)
+
+    register_op("toy::kv_write", role="capture")
+    _, draft, _ = drafts_of(fn, X, W, torch.zeros(6, 4), split_ops=SPLIT, aux_streams=3)
+    names = [node.name for node in draft.units[0].nodes]
+    order = order_of(draft.units[0].nodes, draft.effects)
+    assert names.index("early") in order[names.index("kv_write")]
+    assert names.index("kv_write") in order[names.index("late")]
+
+
+def test_random_draws_keep_their_order() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        first = torch.bernoulli(x @ w)
+        second = torch.bernoulli(x.t() @ x)
+        return toy.fresh(first @ second)
+
+    _, draft, _ = drafts_of(fn, X, W, split_ops=SPLIT, aux_streams=3)
+    unit = draft.units[0]
+    draws = [place for place, node in enumerate(unit.nodes) if draft.effects[node].random]
+    assert len(draws) == 2
+    assert draws[0] in order_of(unit.nodes, draft.effects)[draws[1]]
+    assert len(set(lanes_of(draft, unit))) == 2
+
+
+# --- from effects to a log, and the checker on it ---
+
+
+def bytes_of(storages: Collection[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((number * BLOCK, number * BLOCK + BLOCK) for number in sorted(storages))
+
+
+def launches_of(nodes: Sequence[fx.Node], effects: Mapping[fx.Node, Effects], lanes: Sequence[int]) -> list[LaneLaunch]:
+    """What a host engine would log: a storage is a block of bytes, the generator is one, what barriers guard another.
+
+    A random draw writes the generator. A barrier writes what it guards, and every other op reads that.
+    """
+    launches = []
+    for node, lane in zip(nodes, lanes, strict=True):
+        done = effects[node]
+        writes = done.writes | done.makes | ({GENERATOR} if done.random else set())
+        reads = done.reads | (set() if done.barrier else {GUARDED})
+        writes |= {GUARDED} if done.barrier else set()
+        launches.append(LaneLaunch(name=node.name, lane=lane, reads=bytes_of(reads), writes=bytes_of(writes)))
+    return launches
+
+
+def log_of_unit(draft: Draft, unit: Unit, order: Sequence[Collection[int]] | None = None) -> list[Entry]:
+    """The log with the events that the dependences call for, or others in their place."""
+    lanes = lanes_of(draft, unit)
+    events = events_of(order_of(unit.nodes, draft.effects) if order is None else order, lanes)
+    return log_of(launches_of(unit.nodes, draft.effects, lanes), events.waits, events.joins)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_the_layers_are_free_of_races(ratio: int) -> None:
+    draft, _ = layer_draft(ratio, 3)
+    for unit in draft.units:
+        check_races(log_of_unit(draft, unit))
+
+
+def test_taking_away_a_dependence_between_lanes_is_noticed() -> None:
+    draft, _ = layer_draft(4, 3)
+    unit = draft.units[0]
+    names, order = [node.name for node in unit.nodes], order_of(unit.nodes, draft.effects)
+    waits = [(op, other) for op, others in enumerate(unit_events(draft, unit).waits) for other in others if other >= 0]
+    assert [(names[op], names[other]) for op, other in waits] == [("linear_5", "fused_q_kv_rmsnorm")]
+    ((op, other),) = waits
+    less = [earlier - {other} if place == op else earlier for place, earlier in enumerate(order)]
+    with pytest.raises(LaneRaceError, match=r"^fused_q_kv_rmsnorm on lane 0 writes .* which linear_5 on lane 1"):
+        check_races(log_of_unit(draft, unit, less))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[list[fx.Node], dict[fx.Node, Effects]]:
+    """Nodes that take any earlier ones, make a storage each, and read, write, draw and guard at random."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    effects: dict[fx.Node, Effects] = {}
+    for number in range(draw(st.integers(1, 10))):
+        taken = draw(st.lists(st.sampled_from(nodes), max_size=2)) if nodes else []
+        node = graph.call_function(torch.cat, (taken,))
+        mine = frozenset(storage for arg in taken for storage in effects[arg].makes)
+        shared = st.frozensets(st.integers(0, 3), max_size=2)
+        effects[node] = Effects(
+            reads=draw(shared) | mine,
+            writes=draw(shared) if draw(st.booleans()) else frozenset(),
+            makes=frozenset({10 + number}),
+            random=draw(st.integers(0, 3)) == 0,
+            barrier="a barrier" if draw(st.integers(0, 9)) == 0 else None,
+        )
+        nodes.append(node)
+    return nodes, effects
+
+
+@given(graphs(), st.data())
+def test_lanes_of_random_graphs_are_free_of_races(
+    graph: tuple[list[fx.Node], dict[fx.Node, Effects]], data: st.DataObject
+) -> None:
+    """On lanes at random, and on those of the schedule; and every edge of the dependences is kept."""
+    nodes, effects = graph
+    order = order_of(nodes, effects)
+    weights = data.draw(st.lists(st.sampled_from([1, 4, 9]), min_size=len(nodes), max_size=len(nodes)))
+    at_random = data.draw(st.lists(st.integers(0, 3), min_size=len(nodes), max_size=len(nodes)))
+    for lanes in (at_random, schedule(order, weights, 3)):
+        events = events_of(order, lanes)
+        check_races(log_of(launches_of(nodes, effects, lanes), events.waits, events.joins))
+        past = happens_before(lanes, events)
+        for place, earlier in enumerate(predecessors(nodes, effects).values()):
+            assert {nodes.index(node) for node in earlier} <= past[place]

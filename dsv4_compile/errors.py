@@ -87,4 +87,4 @@ class ReplayMismatchError(Dsv4Error):
 
 
 class LaneRaceError(Dsv4Error):
-    """Two conflicting accesses on two lanes are unordered, or a lane is not forked, not joined, or waits for nothing."""
+    """Two conflicting accesses on two lanes are unordered, or a lane is not forked, not joined, or waits in vain."""

@@ -26,7 +26,7 @@ def compile_pieces(draft: Draft, config: Config, example_inputs: Sequence[Any]) 
     """
     compiler = piece_compiler_for(config, draft)
     if compiler is None:
-        return {}
+        return {name: (None,) * len(parts) for name, parts in draft.parts.items()}
     numbers = traced_numbers(draft, example_inputs)
     known: dict[Any, CompiledPart] = {}
     functions: dict[str, tuple[CompiledPart | None, ...]] = {}

@@ -182,15 +182,21 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A run of a piece's nodes that the piece compiler gets as one graph, or that runs as it is.
+    """A run of a piece's nodes on one lane that the piece compiler gets as one graph, or that runs as it is.
 
     Attributes:
         unit: its nodes; values that only other parts of the piece take are outputs of it too.
         uncompiled: why it runs as it is, or None.
+        lane: where it runs.
+        waits: places of the parts of other lanes that its lane waits for before it; `START` for the start of the piece.
+        joins: lane 0 waits for it at the end of the piece.
     """
 
     unit: Unit
     uncompiled: str | None
+    lane: int
+    waits: tuple[int, ...]
+    joins: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +233,7 @@ class Draft:
         allocations: allocations that several units touch, made outside of all of them.
         epilogue: the unit that makes the caller's outputs of what the others gave.
         copies: for a piece that is the same as an earlier one up to its weights, the name of that one.
-        parts: of each piece that is compiled and no copy of another, in order; empty without a piece compiler.
+        parts: of each piece that is compiled or uses lanes, and is no copy of another, in order.
         lanes: captured working nodes that run on a side lane, with its number from 1; all others run on lane 0.
         roles: how a captured call gets at each input, once planned.
         slots: the values that live in the workspace, once planned.

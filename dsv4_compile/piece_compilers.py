@@ -69,7 +69,11 @@ class CompiledPart:
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """What `function` takes, without slots."""
-        return [value for place, value in enumerate(inputs) if place not in self.numbers] + list(self.constants)
+        return [*self.without_numbers(inputs), *self.constants]
+
+    def without_numbers(self, inputs: Sequence[Any]) -> list[Any]:
+        """Whatever there is for each input, but for those that are constants of the function."""
+        return [value for place, value in enumerate(inputs) if place not in self.numbers]
 
 
 def piece_compiler_for(config: Config, draft: Draft) -> PieceCompiler | None:

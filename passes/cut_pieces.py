@@ -1,12 +1,16 @@
-"""Cut each piece into parts: what the piece compiler gets, and the custom ops between, which it must not see.
+"""Cut pieces into parts: what the piece compiler gets, the custom ops between, and what runs on another lane.
 
     piece_0: mm, rope!, mul, sum        ->    piece_0.0: mm | piece_0.1: rope! | piece_0.2: mul, sum
              (rope is a custom op)            (compiled)      (as it is)         (compiled)
 
-The piece is still captured as one graph. Two things force the cuts. Inductor may compute a value again after an opaque
-op has changed what it was computed from, and its cache on disk does not know the schemas of custom ops, so a changed
-one gives the wrong numbers in the next process. And an op that is implemented in Python has to be recorded op by op,
-which a compiled function around it would hide. Nothing is lost: no compiler fuses across an op it cannot see into.
+The piece is still captured as one graph. Two things force the cuts at custom ops. Inductor may compute a value again
+after an opaque op has changed what it was computed from, and its cache on disk does not know the schemas of custom ops,
+so a changed one gives the wrong numbers in the next process. And an op that is implemented in Python has to be recorded
+op by op, which a compiled function around it would hide. Nothing is lost: no compiler fuses across an op it cannot see
+into.
+
+With lanes (`assign_lanes`), a part also ends where another lane waits for it, and begins where its lane waits. So
+events are recorded behind parts and waited for before parts, and the order of the parts is one that keeps all waits.
 """
 
 from __future__ import annotations
@@ -22,16 +26,23 @@ from torch.utils import _pytree as pytree
 from ..compat import expr_of
 from ..config import Config
 from ..draft import Draft, Part, TensorMeta, Unit
+from ..lane_schedule import START, Events, events_of
 from ..reasons import custom_ops, graph_device
+from .assign_lanes import order_of
 from .partition_graph import Run, build_units, shared_allocations
 
 
 def cut_pieces(draft: Draft, *, config: Config) -> Draft:
-    """Fill in `parts` for every piece that is not a copy of another one; without a piece compiler nothing is cut."""
-    if config.resolved_piece_compiler(graph_device(draft).type) == "eager" or draft.uncaptured is not None:
+    """Fill in `parts` for every piece that is compiled or uses lanes, and is not a copy of another one."""
+    if draft.uncaptured is not None:
         return draft
-    pieces = [unit for unit in draft.units if unit.kind == "piece" and unit.name not in draft.copies]
-    return replace(draft, parts={piece.name: _cut(draft, piece) for piece in pieces})
+    compiles = config.resolved_piece_compiler(graph_device(draft).type) != "eager"
+    pieces = [
+        unit
+        for unit in draft.units
+        if unit.kind == "piece" and unit.name not in draft.copies and (compiles or draft.lanes.keys() & set(unit.nodes))
+    ]
+    return replace(draft, parts={piece.name: _cut(draft, piece, compiles=compiles) for piece in pieces})
 
 
 def why_opaque(draft: Draft, node: fx.Node) -> str | None:
@@ -47,16 +58,49 @@ def _is_body(draft: Draft, arg: fx.Node) -> bool:
     return arg.op == "get_attr" and draft.effects[arg].result is None
 
 
-def _cut(draft: Draft, piece: Unit) -> tuple[Part, ...]:
-    grouped = itertools.groupby(piece.nodes, key=lambda node: why_opaque(draft, node) is not None)
-    runs: list[Run] = [("piece", tuple(nodes)) for _, nodes in grouped]
-    inside = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
-    home = {node: inside.get(node, -1) for node in draft.working_nodes()}
-    shared = shared_allocations(draft, runs, home).union(draft.allocations)
-    names = [f"{piece.name}.{index}" for index in range(len(runs))]
-    units = build_units(draft, runs, names, home, shared, frozenset(piece.outputs))
+def _cut(draft: Draft, piece: Unit, *, compiles: bool) -> tuple[Part, ...]:
+    lanes = [draft.lanes.get(node, 0) for node in piece.nodes]
+    events = events_of(order_of(piece.nodes, draft.effects), lanes)
+    opaque = [compiles and why_opaque(draft, node) is not None for node in piece.nodes]
+    runs = list(_runs(opaque, lanes, events))
+    place = {op: index for index, run in enumerate(runs) for op in run} | {START: START}
+    units = _units(draft, piece, runs)
     tied = _why_tied(draft, piece, units)
-    return tuple(Part(unit=unit, uncompiled=tied or _why_uncompiled(draft, unit)) for unit in units)
+    if tied:
+        return (Part(unit=piece, uncompiled=tied, lane=0, waits=(), joins=False),)
+    return tuple(
+        Part(
+            unit=unit,
+            uncompiled=_why_uncompiled(draft, unit) if compiles else "there is no piece compiler",
+            lane=lanes[run[0]],
+            waits=tuple(place[op] for op in events.waits[run[0]]),
+            joins=run[-1] in events.joins,
+        )
+        for unit, run in zip(units, runs, strict=True)
+    )
+
+
+def _runs(opaque: Sequence[bool], lanes: Sequence[int], events: Events) -> Iterator[list[int]]:
+    """Places of the nodes of each part, ordered by their first."""
+    awaited = {op for waits in events.waits for op in waits}
+    runs: list[list[int]] = []
+    open_run: dict[int, list[int]] = {}
+    for op, lane in enumerate(lanes):
+        run = open_run.get(lane)
+        if run is None or events.waits[op] or run[-1] in awaited or opaque[run[-1]] != opaque[op]:
+            run = open_run[lane] = []
+            runs.append(run)
+        run.append(op)
+    yield from runs
+
+
+def _units(draft: Draft, piece: Unit, runs: Sequence[Sequence[int]]) -> list[Unit]:
+    parts: list[Run] = [("piece", tuple(piece.nodes[op] for op in run)) for run in runs]
+    inside = {node: index for index, (_, nodes) in enumerate(parts) for node in nodes}
+    home = {node: inside.get(node, -1) for node in draft.working_nodes()}
+    shared = shared_allocations(draft, parts, home).union(draft.allocations)
+    names = [f"{piece.name}.{index}" for index in range(len(parts))]
+    return build_units(draft, parts, names, home, shared, frozenset(piece.outputs))
 
 
 def _why_tied(draft: Draft, piece: Unit, parts: Sequence[Unit]) -> str | None:

@@ -237,11 +237,17 @@ class RecordsTheWarmUp(HostEngine):
         self.capture(run, self.make_pool(), name="the warm-up")
 
 
+class SharedByThreads:
+    """What is thread local in the package."""
+
+    name = recorder = lanes = None
+
+
 PATCHED = {
     "garbage_is_not_collected_while_recording": (capture_state, "_paused_gc", contextlib.nullcontext),
     "autocast_keeps_no_cast_of_a_recording": (capture_state, "_no_autocast_cache", contextlib.nullcontext),
     "captures_of_two_threads_exclude_each_other": (capture_state, "_capture_lock", contextlib.nullcontext()),
-    "only_the_recording_thread_is_capturing": (capture_state, "_recorded", type("", (), {"name": None})()),
+    "only_the_recording_thread_is_capturing": (capture_state, "_recorded", SharedByThreads()),
     "autocast_is_recorded_and_not_applied_twice": (host, "HostRecording", Recording),
 }
 
@@ -254,7 +260,7 @@ def test_an_engine_in_lax_surroundings_fails_the_example(rule, monkeypatch):
 
 
 @contextlib.contextmanager
-def careless_recording(name):
+def careless_recording(name, recorder):
     """What surrounds a capture without care for nesting and exceptions."""
     capture_state._recorded.name = name
     gc.disable()

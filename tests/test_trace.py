@@ -119,9 +119,13 @@ def test_each_kind_of_call_has_a_span_with_the_units_of_the_plan(trace: Trace) -
     compiled(rows(7))
     title = the_owner()._title
     call_often(compiled, rows(6))
-    assert trace(lambda: compiled(rows(5))) == [f"{title}, warm-up"]
-    assert trace(lambda: compiled(rows(5))) == [f"{title}, uncaptured"]
-    assert trace(lambda: compiled(rows(7))) == [f"{title}, uncaptured"]
+    assert trace(lambda: compiled(rows(5))) == [(f"{title}, warm-up", UNITS)]
+    assert trace(lambda: compiled(rows(5))) == [(f"{title}, uncaptured", UNITS)]
+    assert trace(lambda: compiled(rows(7))) == [(f"{title}, uncaptured", UNITS)]
+    torch._dynamo.reset()
+    uncaptured = compile_host(two, engine="off")
+    uncaptured(rows(5))
+    assert trace(lambda: uncaptured(rows(5))) == UNITS
     torch._dynamo.reset()
     compiled = compile_host(two)
     compiled(rows(5))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -25,15 +25,35 @@ _capture_lock = threading.Lock()
 class OpaqueRecorder(Protocol):
     """An engine that has to be told of functions whose kernels do not go through torch's dispatcher."""
 
-    def record_function(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Record a call of `function`, as one launch, without calling it."""
+    def record_function(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool]
+    ) -> None:
+        """Record a call of `function`, as one launch, without calling it; see `launch`."""
+
+
+class Lanes(Protocol):
+    """What an engine offers to whatever runs in a capture or its warm-up: lanes whose work is ordered by events alone.
+
+    Lane 0 is where everything runs that is not told otherwise. A side lane is forked from it by a first wait, and has
+    to be joined into it by a last one.
+    """
+
+    def on(self, lane: int) -> AbstractContextManager[None]:
+        """Give the work of a block to a lane."""
+
+    def record(self, lane: int) -> object:
+        """A new event for all the work that a lane was given so far."""
+
+    def wait(self, lane: int, event: object) -> None:
+        """Let a lane wait for an event before its next work."""
 
 
 class _Recorded(threading.local):
-    """The name of what this thread records, and who has to be told of opaque functions."""
+    """What this thread records, who has to be told of opaque functions, and the lanes it may use."""
 
     name: str | None = None
     recorder: OpaqueRecorder | None = None
+    lanes: Lanes | None = None
 
 
 _recorded = _Recorded()
@@ -46,18 +66,34 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def launch(name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def launch(name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool]) -> None:
     """Call a compiled function that writes into its arguments, or have it recorded.
 
     Args:
         name: what it is, for errors.
         function: takes `args`; what it returns is of no interest.
         args: tensors and numbers; all memory it touches but for what it allocates itself.
+        written: which of them it writes.
     """
     if _recorded.recorder is None:
         function(*args)
     else:
-        _recorded.recorder.record_function(name, function, args)
+        _recorded.recorder.record_function(name, function, args, written)
+
+
+def current_lanes() -> Lanes | None:
+    """The lanes that what runs now may use; None where all work is to be done in order."""
+    return _recorded.lanes
+
+
+@contextmanager
+def offering(lanes: Lanes | None) -> Iterator[None]:
+    """Offer lanes to what runs in a block."""
+    _recorded.lanes, before = lanes, _recorded.lanes
+    try:
+        yield
+    finally:
+        _recorded.lanes = before
 
 
 @contextmanager
@@ -85,6 +121,16 @@ def recording(name: str, recorder: OpaqueRecorder | None = None) -> Iterator[Non
             yield
         finally:
             _recorded.name, _recorded.recorder = None, None
+
+
+@contextmanager
+def no_capture_elsewhere() -> Iterator[None]:
+    """Let no other thread capture meanwhile; waits for one that does."""
+    if _recorded.name is not None:
+        yield
+        return
+    with _capture_lock:
+        yield
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import sympy
@@ -83,6 +84,7 @@ class CapturedCallable:
         self._engine = engine
         self._limits = Limits(config, tokens, bound, draft.slots)
         self._uncaptured = UncapturedCallable(draft, pieces)
+        self._lanes = max(draft.lanes.values(), default=0)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
         switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
@@ -139,7 +141,8 @@ class CapturedCallable:
             return self._serve_uncaptured(args)
         if bucket not in self._warm:
             with span(f"{self._title}, warm-up"):
-                result = self._uncaptured.warm_up(args, self._engine.warm_up)
+                warm_up = partial(self._engine.warm_up, lanes=self._limits.lanes(self._lanes, sizes))
+                result = self._uncaptured.warm_up(args, warm_up)
             self._note_warm(bucket)  # only now: a call that failed half-way has warmed up half of it
             return result
         key = self._settle_moving_inputs(key, args)
@@ -199,6 +202,7 @@ class CapturedCallable:
             title=f"{self._title}, bucket {sizes_of_bucket(bucket)}",
             pieces=self._pieces,
             engine=self._engine,
+            lanes=self._limits.lanes(self._lanes, sizes),
             pool=self._engine.make_pool() if self._config.pool == "bucket" else self._pool,
             arena=arena,
             placement=placement,

@@ -9,6 +9,8 @@ What it takes care of, each learnt by others the hard way:
 - Memory that outlives a capture (`allocate`) comes from outside any pool.
 - Each capture forks from and joins the caller's stream through events of its own, made by `wait_stream`. Streams that
   the recorded code forks itself it has to join itself; CUDA refuses the capture otherwise.
+- No warm-up while another thread captures: it would run on the streams that are being captured, and become part of
+  somebody else's graph.
 - The default generator of the device is registered with every graph by torch; a generator of the user's has to be put
   into `generators` before a piece that draws from it is captured.
 - No synchronisation, garbage collection or emptying of caches per capture: with a hundred pieces in each of dozens
@@ -29,7 +31,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError
-from .capture_state import recording
+from .capture_state import no_capture_elsewhere, offering, recording
+from .cuda_lanes import SideStreams
 from .engine import ALIGNMENT, Recording, allocate_poisoned
 from .user_line import line_of
 
@@ -58,6 +61,7 @@ class CudaEngine:
         self.generators: list[torch.Generator] = []
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
+        self._side_streams = SideStreams(self._device)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Engine.allocate`."""
@@ -69,14 +73,14 @@ class CudaEngine:
         """See `Engine.make_pool`."""
         return CudaPool(torch.cuda.graph_pool_handle())
 
-    def warm_up(self, run: Callable[[], None]) -> None:
+    def warm_up(self, run: Callable[[], None], *, lanes: int = 0) -> None:
         """See `Engine.warm_up`."""
-        with self._on_stream():
+        with no_capture_elsewhere(), self._on_stream(), offering(self._side_streams.lanes(self._stream, lanes)):
             run()
 
-    def capture(self, run: Callable[[], None], pool: CudaPool, *, name: str) -> Recording:
+    def capture(self, run: Callable[[], None], pool: CudaPool, *, name: str, lanes: int = 0) -> Recording:
         """See `Engine.capture`."""
-        with recording(name), self._on_stream():
+        with recording(name), self._on_stream(), offering(self._side_streams.lanes(self._stream, lanes)):
             graph = torch.cuda.CUDAGraph()
             for generator in self.generators:
                 graph.register_generator_state(generator)

@@ -68,19 +68,26 @@ class Engine(Protocol):
     def make_pool(self) -> Any:
         """A new `Pool` for captures of this engine."""
 
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Call `run` for real, once, where captures of this engine will record it (cuda: on the capture stream)."""
+    def warm_up(self, run: Callable[[], None], *, lanes: int = 0) -> None:
+        """Call `run` for real, once, where captures of this engine will record it (cuda: on the same streams).
 
-    def capture(self, run: Callable[[], None], pool: Any, *, name: str) -> Captured:
+        Args:
+            run: takes and returns nothing.
+            lanes: how many side lanes `run` may use, which are then offered by `capture_state.current_lanes`.
+        """
+
+    def capture(self, run: Callable[[], None], pool: Any, *, name: str, lanes: int = 0) -> Captured:
         """Call `run` once, recording its work.
 
         Args:
             run: takes and returns nothing; writes its results into tensors that the caller owns.
             pool: from `make_pool`.
             name: what is recorded, for errors: "piece_3 of bucket (16,)".
+            lanes: as for `warm_up`.
 
         Raises:
             CaptureError: `run` does something that a graph cannot hold, or this thread is recording already.
+            LaneRaceError: host engine only: work on two lanes conflicts, and no event orders it.
             Exception: whatever `run` raises; nothing is left of the recording then.
         """
 

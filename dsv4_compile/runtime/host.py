@@ -11,10 +11,12 @@ How each rule comes about:
 | what needs a value on the host is refused, with the line | `host_syncs` |
 | addresses and numbers are baked | `host_launch`: operands are aliases made while recording |
 | memory of dead temporaries is reused by later captures | `host_pool` |
+| work of two lanes is ordered by events alone | `host_lanes`: conflicts that are not are refused |
 | a replay draws fresh random numbers, recording none | random kernels are launches as any other |
 
-Left out against a real graph: streams and events. Added to it: copies of results are left out where that is safe
-(`host_elide`), and everything recorded is kept alive, so that a mistake shows as a wrong number and not as a crash.
+Left out against a real graph: streams that run at the same time; one thread runs all lanes. Added to it: copies of
+results are left out where that is safe (`host_elide`), and everything recorded is kept alive, so that a mistake shows
+as a wrong number and not as a crash.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .capture_state import recording
+from .capture_state import offering, recording
 from .engine import Recording, allocate_poisoned
 from .host_pool import HostPool
 from .host_recorder import Recorder
@@ -51,9 +53,15 @@ class HostRecording(Recording):
 
 
 class HostEngine:
-    """See `engine.Engine`; holds no state, so any thread may use it."""
+    """See `engine.Engine`; holds no state, so any thread may use it.
+
+    Attributes:
+        lane_seed: in which of the orders that events allow replays run the work of several lanes; None for the order
+            of the recording.
+    """
 
     name = "host"
+    lane_seed: int | None = None
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Engine.allocate`."""
@@ -63,14 +71,14 @@ class HostEngine:
         """See `Engine.make_pool`."""
         return HostPool()
 
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """See `Engine.warm_up`."""
+    def warm_up(self, run: Callable[[], None], *, lanes: int = 0) -> None:
+        """See `Engine.warm_up`; one lane after the other."""
         run()
 
-    def capture(self, run: Callable[[], None], pool: HostPool, *, name: str) -> Recording:
+    def capture(self, run: Callable[[], None], pool: HostPool, *, name: str, lanes: int = 0) -> Recording:
         """See `Engine.capture`."""
         recorder = self.make_recorder(pool, name)
-        with recording(name, recorder):
+        with recording(name, recorder), offering(recorder.lanes if lanes else None):
             try:
                 recorder.run(run)
                 launches = recorder.finish()
@@ -85,4 +93,4 @@ class HostEngine:
 
     def make_recorder(self, pool: HostPool, name: str) -> Recorder:
         """A recorder for one capture."""
-        return Recorder(pool, name)
+        return Recorder(pool, name, self.lane_seed)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..errors import CaptureError
-from .host_ops import is_opaque
+from .host_ops import argument_values, is_opaque
 from .host_pool import Block, Lease
 from .host_public import bind_fastest
 from .host_twins import TENSOR_OPTIONS, ignores_autocast, out_names, out_twin
@@ -87,6 +87,12 @@ class Launch:
         """For errors."""
         return str(self.func.name())
 
+    def written_operands(self) -> list[Operand]:
+        """What it writes: results, and the arguments that the schema says so of."""
+        given = argument_values(self.func, self.args, self.kwargs)
+        changed = [leaf for argument, value in given if _is_written(argument) for leaf in leaves_of(value)]
+        return [*(leaf for leaf in changed if isinstance(leaf, Operand)), *self.results]
+
     @property
     def copies_results(self) -> bool:
         """Whether the kernel makes its results itself, and they are copied to where they belong."""
@@ -127,13 +133,15 @@ class FunctionLaunch:
         name: for errors.
         function: takes `args`.
         args: as for a `Launch`.
-        operands: likewise.
+        written: which of them it writes.
+        operands: as for a `Launch`.
         autocast: whether autocast was on when it was recorded, and its dtype.
     """
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    written: tuple[bool, ...]
     operands: list[Operand] = field(init=False)
     autocast: tuple[bool, torch.dtype] = field(init=False)
 
@@ -146,12 +154,21 @@ class FunctionLaunch:
         self.operands = [arg for arg in self.args if isinstance(arg, Operand)]
         self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
 
+    def written_operands(self) -> list[Operand]:
+        """What it writes."""
+        changed = (arg for arg, is_written in zip(self.args, self.written, strict=True) if is_written)
+        return [arg for arg in changed if isinstance(arg, Operand)]
+
     def bind(self) -> Callable[[], Any]:
         """A call without arguments, under the autocast of the recording."""
         args = map_leaves(lambda operand: operand.tensor, Operand, self.args)
         run = partial(self.function, *args)
         is_on, dtype = self.autocast
         return partial(_run_in_autocast, run, dtype) if is_on else run
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 AnyLaunch = Launch | FunctionLaunch

@@ -41,9 +41,13 @@ class Lease:
 
 
 class Block:
-    """Memory with an address that does not change."""
+    """Memory with an address that does not change, and the lane that uses it.
 
-    def __init__(self, nbytes: int) -> None:
+    What is free for a lane may still be in use on another one, which is behind.
+    """
+
+    def __init__(self, nbytes: int, lane: int = 0) -> None:
+        self.lane = lane
         self._buffer = bytearray(nbytes + ALIGNMENT)
         self._start = -torch.frombuffer(self._buffer, dtype=torch.uint8).data_ptr() % ALIGNMENT
         self._memory = torch.frombuffer(self._buffer, dtype=torch.uint8, offset=self._start, count=nbytes)
@@ -83,13 +87,14 @@ class HostPool:
         """How much memory the living recordings of this pool hold."""
         return sum(block.nbytes for block in self._blocks.values())
 
-    def take(self, nbytes: int) -> Block:
-        """A free block of at least this size, the smallest there is, or a new one."""
+    def take(self, nbytes: int, lane: int = 0) -> Block:
+        """A free block of at least this size, the smallest there is, or a new one; a lane reuses only its own."""
         rounded = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-        fitting = [block for block in self._blocks.values() if block.nbytes >= rounded and self.is_reusable(block)]
+        own = (block for block in self._blocks.values() if block.lane == lane and block.nbytes >= rounded)
+        fitting = [block for block in own if self.is_reusable(block)]
         if fitting:
             return min(fitting, key=lambda block: block.nbytes)
-        block = Block(rounded)
+        block = Block(rounded, lane)
         self._blocks[block.address] = block
         return block
 

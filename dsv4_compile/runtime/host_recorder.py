@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from .host_elide import drop_unused_results, elide_copies
+from .host_lane_log import HostLanes
 from .host_launch import AnyLaunch, FunctionLaunch, Launch, Operand
 from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
 from .host_ops import Kind, fill_value, kind_of, why_opaque_is_refused
@@ -35,14 +36,17 @@ class Recorder(TorchDispatchMode):
     Args:
         pool: where the memory of new tensors comes from.
         name: what is recorded, for errors.
+        lane_seed: in which of the orders that events allow launches on several lanes are replayed; None for the one in
+            which they were recorded.
     """
 
     # so that one is refused by a message of ours
     supports_higher_order_operators = True
 
-    def __init__(self, pool: HostPool, name: str) -> None:
+    def __init__(self, pool: HostPool, name: str, lane_seed: int | None = None) -> None:
         super().__init__()
         self.launches: list[AnyLaunch] = []
+        self.lanes = HostLanes(lane_seed)
         self._pool = pool
         self._name = name
         self._guard = HostReadGuard(name)
@@ -54,11 +58,13 @@ class Recorder(TorchDispatchMode):
         with self, self._guard:
             return function()
 
-    def record_function(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    def record_function(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool]
+    ) -> None:
         """See `capture_state.OpaqueRecorder`."""
         with no_dispatch_modes(), NoFunctionModes(), torch.inference_mode(False):
             operands = map_leaves(self._operand, Tensor, tuple(args))
-            self.launches.append(FunctionLaunch(name, function, operands))
+            self._add(FunctionLaunch(name, function, operands, tuple(written)))
 
     def finish(self) -> list[Callable[[], Any]]:
         """Calls that replay what was recorded, in order.
@@ -70,7 +76,11 @@ class Recorder(TorchDispatchMode):
         if failure is not None:
             raise failure
         with torch.inference_mode(False):
-            self.launches = elide_copies(self.launches)
+            if self.lanes.are_used:
+                # a copy that is left out is a matter of order, and the order here is only one of many
+                self.launches = self.lanes.checked_order()
+            else:
+                self.launches = elide_copies(self.launches)
             drop_unused_results(self.launches)
             return [launch.bind() for launch in self.launches]
 
@@ -82,6 +92,7 @@ class Recorder(TorchDispatchMode):
     def abandon(self) -> None:
         """Give the memory back: an exception that is on its way keeps this object alive."""
         self.launches.clear()
+        self.lanes.clear()
         self._blocks.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +143,7 @@ class Recorder(TorchDispatchMode):
             fresh = map(is_twin, leaves_of(inferred))
             returns = [self._operand(r) if made else None for r, made in zip(leaves_of(results), fresh, strict=True)]
             args, kwargs = map_leaves(self._operand, Tensor, (args, kwargs))
-            self.launches.append(Launch(func, args, kwargs, tuple(returns)))
+            self._add(Launch(func, args, kwargs, tuple(returns)))
         return results
 
     def _fill_twin(self, tensor: Tensor) -> Tensor:
@@ -144,8 +155,12 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: OpOverload, made: Tensor, value: Any) -> Tensor:
         target = self._operand(made)
-        self.launches.append(Launch(func, (target, value), {}, (target,)))
+        self._add(Launch(func, (target, value), {}, (target,)))
         return made
+
+    def _add(self, launch: AnyLaunch) -> None:
+        self.launches.append(launch)
+        self.lanes.add(launch)
 
     def _operand(self, tensor: Tensor) -> Operand:
         block = self._pool.block_of(tensor)
@@ -156,7 +171,7 @@ class Recorder(TorchDispatchMode):
     def _allocate(self, like: Tensor) -> Tensor:
         """A new, poisoned tensor of the size, strides and dtype of `like`."""
         nbytes = bytes_needed(like.size(), like.stride(), like.element_size())
-        block = self._pool.take(nbytes)
+        block = self._pool.take(nbytes, self.lanes.current)
         self._blocks.add(block)  # the pool itself holds it weakly
         return place(block.start_lease(nbytes), like, 0)
 

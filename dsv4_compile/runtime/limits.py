@@ -1,4 +1,7 @@
-"""Which buckets are captured, and how large the arena may get: `capture_sizes`, `max_captures`, `max_tokens`."""
+"""Which buckets are captured, how large the arena may get, and which buckets use side lanes.
+
+That is what the options `capture_sizes`, `max_captures`, `max_tokens` and `aux_stream_max_tokens` say.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,11 @@ class Limits:
         listed = self._config.capture_sizes
         above = self._bound is not None and tokens > self._bound
         return tokens == 0 or above or (listed is not None and tokens not in listed)
+
+    def lanes(self, most: int, sizes: Sizes) -> int:
+        """How many of the side lanes of the plan calls of these sizes use: all, or none where it does not pay."""
+        small = self._tokens is None or sizes.of_expr(self._tokens) <= self._config.aux_stream_max_tokens
+        return most if small else 0
 
     def largest(self, sizes: Sizes) -> Sizes | None:
         """The sizes of the largest bucket; None if slots depend on sizes that have no bound.

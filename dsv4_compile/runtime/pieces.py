@@ -1,7 +1,9 @@
-"""What runs a piece: its graph as it is, or the functions of its parts one after another.
+"""What runs a piece: its graph as it is, or its parts, compiled or not, in their order and on their lanes.
 
 Either way results end up in tensors of the caller, the slots, with the planned strides. `fill` is what an engine
-records. Values that only other parts of a piece take are temporaries: they are made while recording, in the pool.
+records. Values that only other parts of a piece take are temporaries: they are made while recording, in the pool. Where
+an engine offers lanes, temporaries live until all lanes are joined, since the memory of a dead one may be handed out
+while another lane still reads it. Otherwise parts run one after another, and a temporary dies after its last use.
 
 A compiled function takes its inputs to be apart, and holds the numbers it was compiled with. A call that differs in
 that runs the piece as it is: counted, and logged once.
@@ -9,22 +11,23 @@ that runs the piece as it is: counted, and logged once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
-from ..errors import PieceCompileError
 from ..inspect.artifacts import log
+from ..lane_schedule import START
 from ..piece_compilers import CompiledPart, same_number, traced_numbers
 from ..reasons import is_custom
 from .aliasing import Aliasing
-from .capture_state import launch
-from .check_results import check_fresh, check_layout
+from .capture_state import Lanes, current_lanes
+from .check_results import check_fresh, check_layout, has_strides_of
+from .compiled_function import CompiledFunction
 from .sizes import Sizes
 from .workspace import copier
 
@@ -45,13 +48,11 @@ class EagerPiece:
     Args:
         draft: the partitioned graph.
         unit: the piece.
-        strict: custom ops have to keep the strides that their fakes promise.
     """
 
-    def __init__(self, draft: Draft, unit: Unit, *, strict: bool = False) -> None:
+    def __init__(self, draft: Draft, unit: Unit) -> None:
         self._draft = draft
         self._unit = unit
-        self._strict = strict
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """See `PieceFunction`."""
@@ -61,73 +62,25 @@ class EagerPiece:
     def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
         for node, slot, result in zip(self._unit.outputs, slots, self(*inputs), strict=True):
-            check_layout(self._draft, node, result, slot, strides=self._strict and is_custom(self._draft, node))
+            check_layout(self._draft, node, result, slot)
             check_fresh(self._draft, node, result, inputs)
             copier(slot)(result)
 
 
-class CompiledFill:
-    """A compiled part: runs its function so that results end up in slots.
-
-    Args:
-        draft: the graph.
-        unit: the part.
-        part: its function.
-    """
-
-    def __init__(self, draft: Draft, unit: Unit, part: CompiledPart) -> None:
-        self._draft = draft
-        self._unit = unit
-        self.part = part
-
-    def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
-        """Run it; while an engine records, an opaque function becomes one launch."""
-        arguments = self.part.arguments(inputs)
-        if self.part.compiler.fills_slots:
-            function: Callable[..., Any] = self.part.function
-        else:
-            function = partial(self._copy_results, len(arguments))
-        if self.part.compiler.opaque:
-            launch(f"{self._unit.name}, compiled by {self.part.compiler.name}", function, (*arguments, *slots))
-        else:
-            function(*arguments, *slots)
-
-    def _copy_results(self, count: int, *values: Any) -> None:
-        slots = values[count:]
-        results = _as_sequence(self.part.function(*values[:count]))
-        if len(results) != len(slots) or not all(isinstance(result, Tensor) for result in results):
-            kinds = ", ".join(type(result).__name__ for result in results)
-            raise PieceCompileError(
-                f"what {self.part.compiler.name} made of {self._unit.name} returned ({kinds}), the graph it was given "
-                f"returns {len(slots)} tensors: return what the graph does"
-            )
-        for node, slot, result in zip(self._unit.outputs, slots, results, strict=True):
-            if result.shape != slot.shape or result.dtype != slot.dtype:
-                raise PieceCompileError(
-                    f"what {self.part.compiler.name} made of {self._unit.name} returned {result.dtype} "
-                    f"{list(result.shape)} for {node.name}, the graph it was given returns {slot.dtype} "
-                    f"{list(slot.shape)}"
-                )
-            copier(slot)(result)
-
-
-def _as_sequence(returned: Any) -> Sequence[Any]:
-    """Compilers return nothing, a bare value, a list or a tuple."""
-    if returned is None:
-        return ()
-    return returned if isinstance(returned, (list, tuple)) else (returned,)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A part, what runs it, and what nobody takes after it."""
+    """A part, what runs it, where, and what nobody takes after it."""
 
     unit: Unit
-    run: EagerPiece | CompiledFill
+    function: CompiledFunction | None
+    lane: int
+    waits: tuple[int, ...]
+    joins: bool
+    is_awaited: bool
     last_used: tuple[fx.Node, ...]
 
 
-class CompiledPiece:
+class PartedPiece:
     """A piece in parts, some of them compiled.
 
     Args:
@@ -139,11 +92,9 @@ class CompiledPiece:
     def __init__(self, draft: Draft, unit: Unit, functions: Sequence[CompiledPart | None]) -> None:
         self._draft = draft
         self._unit = unit
-        units = [part.unit for part in draft.parts[unit.name]]
-        self._steps = [
-            _Step(part, _runner(draft, part, function), _last_used(units, index, unit))
-            for index, (part, function) in enumerate(zip(units, functions, strict=True))
-        ]
+        self._steps = tuple(_steps(draft, unit, functions))
+        # compiled code reads the results of the ops between where they are
+        self._strict = any(function is not None for function in functions)
         self._symbols = {symbol: node for symbol, node in draft.symbols.items() if node in unit.inputs}
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
@@ -158,13 +109,64 @@ class CompiledPiece:
         values = dict(zip(self._unit.inputs, inputs, strict=True))
         sizes = self._sizes(values)
         values.update(zip(self._unit.outputs, slots, strict=True))
-        for step in self._steps:
-            for node in (*step.unit.inputs, *step.unit.outputs):
-                if node not in values:  # a temporary, or an allocation that several parts touch
-                    values[node] = sizes.allocate(self._meta(node))
-            step.run.fill([values[n] for n in step.unit.inputs], [values[n] for n in step.unit.outputs])
-            for node in step.last_used:
-                del values[node]
+        lanes = current_lanes()
+        if lanes is None or all(step.lane == 0 for step in self._steps):
+            for step in self._steps:
+                self._run(step, values, sizes)
+                for node in step.last_used:
+                    del values[node]
+        else:
+            self._run_on_lanes(lanes, values, sizes)
+
+    def _run_on_lanes(self, lanes: Lanes, values: dict[fx.Node, Any], sizes: Sizes) -> None:
+        """Fork from lane 0, run each part behind what it waits for, and join into lane 0, also when a part fails."""
+        events: dict[int, object] = {START: lanes.record(0)}
+        forked: set[int] = set()
+        try:
+            for index, step in enumerate(self._steps):
+                for awaited in step.waits:
+                    lanes.wait(step.lane, events[awaited])
+                forked.add(step.lane)
+                with lanes.on(step.lane):
+                    self._run(step, values, sizes)
+                if step.is_awaited:
+                    events[index] = lanes.record(step.lane)
+        except BaseException:
+            for lane in forked - {0}:
+                lanes.wait(0, lanes.record(lane))
+            raise
+        for index, step in enumerate(self._steps):
+            if step.joins:
+                lanes.wait(0, events[index])
+
+    def _run(self, step: _Step, values: dict[fx.Node, Any], sizes: Sizes) -> None:
+        for node in step.unit.inputs:
+            if node not in values:  # an allocation that several parts touch
+                values[node] = sizes.allocate(self._meta(node))
+        inputs = [values[node] for node in step.unit.inputs]
+        if step.function is None:
+            self._run_as_it_is(step.unit, inputs, values, sizes)
+            return
+        for node in step.unit.outputs:
+            if node not in values:
+                values[node] = sizes.allocate(self._meta(node))
+        step.function.fill(inputs, [values[node] for node in step.unit.outputs])
+
+    def _run_as_it_is(self, unit: Unit, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes) -> None:
+        """Results that leave the piece are copied to their slots, the others are taken as they are."""
+        for node, result in zip(unit.outputs, unit.gm.forward(*inputs), strict=True):
+            meta = self._meta(node)
+            shape, stride = sizes.all_of(meta.shape), sizes.all_of(meta.stride)
+            promised = torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+            check_fresh(self._draft, node, result, inputs)
+            check_layout(self._draft, node, result, promised, strides=self._strict and is_custom(self._draft, node))
+            if node in values:
+                copier(values[node])(result)
+            elif self._strict and not has_strides_of(result, promised):
+                values[node] = sizes.allocate(meta)
+                copier(values[node])(result)
+            else:
+                values[node] = result
 
     def _sizes(self, values: Mapping[fx.Node, Any]) -> Sizes:
         return Sizes({symbol: int(values[node]) for symbol, node in self._symbols.items()})
@@ -180,7 +182,7 @@ class Pieces:
 
     Args:
         draft: the partitioned graph.
-        functions: of the parts of each piece that is compiled and no copy; empty without a piece compiler.
+        functions: of the parts of each piece in `draft.parts`; None for a part that runs as it is.
         example_inputs: of the graph, as they were when it was traced and compiled.
     """
 
@@ -189,11 +191,12 @@ class Pieces:
     ) -> None:
         pieces = {unit.name: unit for unit in draft.units if unit.kind == "piece"}
         originals = {name: draft.copies.get(name, name) for name in pieces}
-        eager = {name: EagerPiece(draft, pieces[name]) for name in originals.values()}
-        compiled = {name: CompiledPiece(draft, pieces[name], parts) for name, parts in functions.items()}
-        self.are_compiled = bool(compiled)
+        eager: dict[str, PieceFunction] = {name: EagerPiece(draft, pieces[name]) for name in set(originals.values())}
+        parted = {name: PartedPiece(draft, pieces[name], parts) for name, parts in functions.items()}
+        best: dict[str, PieceFunction] = {**eager, **parted}
+        self.are_compiled = any(part is not None for parts in functions.values() for part in parts)
         self._eager: Mapping[str, PieceFunction] = {name: eager[original] for name, original in originals.items()}
-        self._compiled = {name: compiled[original] for name, original in originals.items() if original in compiled}
+        self._best: Mapping[str, PieceFunction] = {name: best[original] for name, original in originals.items()}
         self._aliasing = Aliasing(draft, example_inputs)
         self._numbers = traced_numbers(draft, example_inputs)
         self._positions = {graph_input.node: place for place, graph_input in enumerate(draft.inputs)}
@@ -205,7 +208,7 @@ class Pieces:
     def for_call(self, args: Sequence[Any]) -> Mapping[str, PieceFunction]:
         """What runs each piece of a call with these arguments, by name."""
         if not self.are_compiled:
-            return self._eager
+            return self._best
         if self._aliasing.is_new(args):
             return self._step_back(list(self._eager), "inputs share memory, and did not when it was compiled")
         changed = [
@@ -216,7 +219,7 @@ class Pieces:
         ]
         if changed:
             return self._step_back(changed, "a number among the arguments is not the one it was compiled with")
-        return self._compiled
+        return self._best
 
     def _step_back(self, names: Sequence[str], reason: str) -> Mapping[str, PieceFunction]:
         names = list(dict.fromkeys(names))
@@ -224,11 +227,22 @@ class Pieces:
         if reason not in self._warned:
             self._warned.add(reason)
             log.warning("%d pieces run uncompiled in such calls: %s", len(names), reason)
-        return {**self._compiled, **{name: self._eager[name] for name in names}}
+        return {**self._best, **{name: self._eager[name] for name in names}}
 
 
-def _runner(draft: Draft, unit: Unit, function: CompiledPart | None) -> EagerPiece | CompiledFill:
-    return EagerPiece(draft, unit, strict=True) if function is None else CompiledFill(draft, unit, function)
+def _steps(draft: Draft, piece: Unit, functions: Sequence[CompiledPart | None]) -> Iterator[_Step]:
+    parts = draft.parts[piece.name]
+    awaited = {place for part in parts for place in part.waits}
+    for index, (part, function) in enumerate(zip(parts, functions, strict=True)):
+        yield _Step(
+            unit=part.unit,
+            function=None if function is None else CompiledFunction(draft, part.unit, function),
+            lane=part.lane,
+            waits=part.waits,
+            joins=part.joins,
+            is_awaited=part.joins or index in awaited,
+            last_used=_last_used([part.unit for part in parts], index, piece),
+        )
 
 
 def _last_used(parts: Sequence[Unit], index: int, piece: Unit) -> tuple[fx.Node, ...]:

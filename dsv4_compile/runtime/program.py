@@ -64,6 +64,7 @@ class BuildContext:
         title: "graph 0, bucket (16,)", for errors and tracebacks.
         pieces: what runs each piece.
         engine, pool: who records, and where temporaries go.
+        lanes: how many side lanes pieces may use.
         arena, placement: where slots are.
         static_outputs: return buffers of the bucket, not fresh tensors.
         full_check: compare each replay with an eager run.
@@ -75,6 +76,7 @@ class BuildContext:
     title: str
     pieces: Pieces
     engine: Engine
+    lanes: int
     pool: Any
     arena: Tensor
     placement: Placement
@@ -191,10 +193,12 @@ class _Builder:
         inputs = [self._values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
         run = partial(self._pieces[unit.name].fill, inputs, slots)
-        captured = self._context.engine.capture(run, self._context.pool, name=f"{unit.name} of {self._context.title}")
+        context = self._context
+        name = f"{unit.name} of {context.title}"
+        captured = context.engine.capture(run, context.pool, name=name, lanes=context.lanes)
         self._captured.append(captured)
         replay: Callable[[], Any] = captured.replay
-        if self._context.full_check:
+        if context.full_check:
             replay = CheckedReplay(self._draft, unit, inputs, slots, captured.replay)
         replay()
         self._source.line(f"{self._source.name_of(replay, 'replay')}()  # {unit.name}")

@@ -5,8 +5,8 @@
         region_0                   eager ops, and copies of what later pieces take
         piece_1
     graph 0, bucket (16,), capture     the call that made it; each piece is captured and replayed in its span
-    graph 0, warm-up                   the call before
-    graph 0, uncaptured                a call that no program can serve
+    graph 0, warm-up                   the call before, with the same units in it
+    graph 0, uncaptured                a call that no program can serve; the same
 
 They are made by `torch.profiler.record_function`, so whatever reads torch's traces shows them beside torch's own.
 Nothing is kept while no profiler is on: a program has a second function, with spans, from the first call on that a
@@ -16,6 +16,7 @@ the next call on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,3 +28,13 @@ from ..compat import is_profiling
 def span(name: str) -> AbstractContextManager[Any]:
     """A span if a profiler is on; for what is slow enough not to feel the question."""
     return record_function(name) if is_profiling() else nullcontext()
+
+
+def in_span(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another one in a span."""
+
+    def call(*args: Any) -> Any:
+        with record_function(name):
+            return function(*args)
+
+    return call

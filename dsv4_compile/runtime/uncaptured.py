@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat import is_profiling
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
 from ..reasons import has_unknown_size, is_custom
@@ -20,6 +21,7 @@ from .modes import restored_modes
 from .pieces import Pieces
 from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
+from .spans import in_span
 from .workspace import copier
 
 WarmUp = Callable[[Callable[[], None]], None]
@@ -67,6 +69,7 @@ class UncapturedCallable:
 
     def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
+        profiled = is_profiling()
         restored = restored_inputs(self._draft, args) if is_restoring() else nullcontext()
         with restored_modes(), restored:
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
@@ -74,6 +77,8 @@ class UncapturedCallable:
             pieces = self._pieces.for_call(args)
             for unit, last_used in self._steps:
                 function: Callable[..., Any] = pieces[unit.name] if unit.kind == "piece" else unit.gm.forward
+                if profiled:
+                    function = in_span(unit.name, function)
                 inputs = [values[node] for node in unit.inputs]
                 if run_piece is None or unit.kind == "region":
                     results = function(*inputs)

@@ -1,0 +1,283 @@
+"""Lanes at work: whatever order the events allow, results are those of eager, and no event can be left out."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import program_checks
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from program_checks import Setting, check_program, register_step_ops
+from random_programs import Program, programs
+from runtime_helpers import Probe
+from test_piece_compilers import Recording
+from torch import Tensor
+from toy_ops import SPLIT
+
+from benchmarks.attention_stack import stack_and_inputs
+from dsv4_compile.backend import dsv4_piecewise
+from dsv4_compile.errors import LaneRaceError
+from dsv4_compile.runtime.host import HostEngine
+from dsv4_compile.runtime.host_lane_log import HostLanes
+
+# the package has the function by this name
+ASSIGN_LANES = importlib.import_module("dsv4_compile.passes.assign_lanes")
+every_compiler = pytest.mark.parametrize(
+    "compiler", ["eager", "aot_eager", Recording(), pytest.param("inductor", marks=pytest.mark.inductor)]
+)
+
+
+@contextmanager
+def replays_in_order(seed: int | None) -> Iterator[None]:
+    before, HostEngine.lane_seed = HostEngine.lane_seed, seed
+    try:
+        yield
+    finally:
+        HostEngine.lane_seed = before
+
+
+def random_lanes(seed: int) -> Callable[..., tuple[int, ...]]:
+    """In place of the scheduler: any lanes will do, since events are derived from what must come before what."""
+    draw = random.Random(seed)
+
+    def schedule(before: Sequence[Collection[int]], weights: Sequence[int], side_lanes: int) -> tuple[int, ...]:
+        return tuple(draw.randint(0, side_lanes) for _ in before)
+
+    return schedule
+
+
+@every_compiler
+@pytest.mark.parametrize("runner", ["mrv1", "mrv2"])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_the_attention_layers_in_any_order(compiler: Any, runner: str, seed: int | None) -> None:
+    stack, inputs = stack_and_inputs(4)
+    caches = [buffer for buffer in stack.buffers() if buffer.dim() == 3]
+    options = {"aux_streams": 3, "piece_compiler": compiler, "runner": runner, "region": "minimal"}
+    compiled = torch.compile(stack, backend="dsv4_piecewise", dynamic=True, options=options)
+    with torch.no_grad(), replays_in_order(seed):
+        for _ in range(4):
+            before = [cache.clone() for cache in caches]
+            expected = stack(*inputs)
+            written = [cache.clone() for cache in caches]
+            for cache, old in zip(caches, before, strict=True):
+                cache.copy_(old)
+            torch.testing.assert_close(compiled(*inputs), expected)
+            for cache, new in zip(caches, written, strict=True):
+                torch.testing.assert_close(cache, new)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    program=programs(),
+    seed=st.integers(0, 1000),
+    region=st.sampled_from(["narrow", "minimal"]),
+    check=st.sampled_from(["addresses", "full"]),
+)
+def test_random_programs_on_random_lanes(program: Program, seed: int, region: str, check: str) -> None:
+    register_step_ops()
+    with_lanes = partial(_with_options, {"aux_streams": 3})
+    setting = Setting(combination=("mrv2", region), engine="host", check=check, tokens=(5, 5, 5, 5))
+    with pytest.MonkeyPatch.context() as patch, replays_in_order(seed), torch.no_grad():
+        patch.setattr(program_checks, "dsv4_piecewise", with_lanes)
+        patch.setattr(ASSIGN_LANES, "schedule", random_lanes(seed))
+        check_program(program.function, setting)
+
+
+def _with_options(more: dict[str, Any], gm: Any, example_inputs: Any, *, options: dict[str, Any]) -> Any:
+    return dsv4_piecewise(gm, example_inputs, options={**options, **more})
+
+
+def two_branches(x: Tensor, cache: Tensor) -> Tensor:
+    """Two branches from one product, which meet at the end; the second one also writes what is read before."""
+    h = x @ x.T
+    seen = cache.sum()
+    a = torch.ops.probe.shift(h @ h).sin()
+    b = (h @ h.T).cos()
+    cache.add_(1)
+    return torch.ops.toy.fresh(a @ b) + seen
+
+
+OPTIONS = {"split_ops": SPLIT, "aux_streams": 3}
+
+
+@contextmanager
+def on_lanes(lanes: Sequence[int]) -> Iterator[None]:
+    """The first nodes of every piece on the given lanes, the others on lane 0."""
+
+    def schedule(before: Sequence[Collection[int]], weights: Sequence[int], side_lanes: int) -> tuple[int, ...]:
+        return tuple((*lanes, *[0] * len(before))[: len(before)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ASSIGN_LANES, "schedule", schedule)
+        yield
+
+
+def call_in_lanes(lanes: Sequence[int], **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and expected ones of four calls of `two_branches`."""
+    with on_lanes(lanes):
+        compiled = torch.compile(two_branches, backend="dsv4_piecewise", dynamic=True, options={**OPTIONS, **options})
+        x, cache = torch.randn(4, 4), torch.zeros(4)
+        torch._dynamo.mark_static_address(cache)
+        twin = cache.clone()
+        results, expected = [], []
+        for _ in range(4):
+            results += [compiled(x, cache), cache.clone()]
+            expected += [two_branches(x, twin), twin.clone()]
+    return results, expected
+
+
+# of h, seen, h @ h, shift, sin, h @ h.T, cos, add_; x.T is a view and has none
+LANES = (0, 2, 1, 1, 1, 0, 3, 3)
+
+
+@every_compiler
+def test_lanes_that_cross_each_other(compiler: Any) -> None:
+    for seed in range(4):
+        torch._dynamo.reset()
+        with replays_in_order(seed):
+            torch.testing.assert_close(*call_in_lanes(LANES, piece_compiler=compiler))
+
+
+def count_of(monkeypatch: pytest.MonkeyPatch, verb: str) -> int:
+    """How often a recording of `two_branches` calls a verb of its lanes."""
+    calls: list[int] = []
+    original = getattr(HostLanes, verb)
+
+    def counted(self: HostLanes, *args: Any) -> Any:
+        calls.append(1)
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostLanes, verb, counted)
+        call_in_lanes(LANES)
+    torch._dynamo.reset()
+    return len(calls)
+
+
+def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = HostLanes.wait
+    total = count_of(monkeypatch, "wait")
+    assert total >= 6  # three lanes fork and join
+    for left_out in range(total):
+        calls = iter(range(total))
+
+        def wait(self: HostLanes, lane: int, event: object, calls: Iterator[int] = calls, skip: int = left_out) -> None:
+            if next(calls) != skip:
+                original(self, lane, event)
+
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(HostLanes, "wait", wait)
+            with pytest.raises(LaneRaceError, match=r"lane [0-3]"):
+                call_in_lanes(LANES)
+
+
+def test_no_event_can_be_recorded_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stands for the work before the part it should stand for; that of the start stands for nothing."""
+    original = HostLanes.record
+    total = count_of(monkeypatch, "record")
+    for early in range(1, total):
+        calls = iter(range(total))
+        first: list[int] = []
+
+        def record(
+            self: HostLanes, lane: int, calls: Iterator[int] = calls, early: int = early, first: Any = first
+        ) -> int:
+            event = original(self, lane)
+            first.append(event)
+            return first[0] if next(calls) == early else event
+
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(HostLanes, "record", record)
+            with pytest.raises(LaneRaceError):
+                call_in_lanes(LANES)
+
+
+def test_no_dependence_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut takes its events from the same edges as the scheduler; without one of them the checker speaks up."""
+    cut = importlib.import_module("dsv4_compile.passes.cut_pieces")
+    original = cut.order_of
+    edges: list[tuple[int, int]] = []
+
+    def noted(nodes: Any, effects: Any) -> list[set[int]]:
+        order = original(nodes, effects)
+        if len(order) >= len(LANES):
+            edges[:] = [(late, early) for late, before in enumerate(order) for early in before]
+        return order
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cut, "order_of", noted)
+        call_in_lanes(LANES)
+    crossing = [(late, early) for late, early in edges if (*LANES, 0)[late] != (*LANES, 0)[early]]
+    assert len(crossing) >= 5
+    caught = 0
+    for late, early in crossing:
+
+        def without(nodes: Any, effects: Any, late: int = late, early: int = early) -> list[set[int]]:
+            order = original(nodes, effects)
+            if len(order) >= len(LANES):
+                order[late] -= {early}
+            return order
+
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(cut, "order_of", without)
+            try:
+                torch.testing.assert_close(*call_in_lanes(LANES))
+            except LaneRaceError:
+                caught += 1
+    # one edge is implied by others: what waits for lane 0 after the fork is behind `h` anyway
+    assert caught >= len(crossing) - 2
+
+
+def test_a_bucket_above_the_bound_runs_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count_of(monkeypatch, "record") > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(HostLanes, "record", lambda self, lane: pytest.fail("lanes are used"))
+        torch.testing.assert_close(*call_in_lanes(LANES, aux_stream_max_tokens=3))
+        torch._dynamo.reset()
+        with pytest.raises(pytest.fail.Exception, match="lanes are used"):
+            call_in_lanes(LANES, aux_stream_max_tokens=4)
+
+
+def test_the_host_engine_takes_no_side_lanes_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostLanes, "record", lambda self, lane: pytest.fail("lanes are used"))
+    torch.testing.assert_close(*call_in_lanes(LANES, aux_streams="auto"))
+
+
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_an_op_that_fails_on_a_side_lane_leaves_no_half_made_bucket(
+    failing_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the warm-up and in the capture."""
+    x, cache = torch.randn(4, 4), torch.zeros(4)
+    torch._dynamo.mark_static_address(cache)
+    calls = iter(range(1, 10))
+
+    def fail_once(op: str) -> None:
+        if next(calls) == failing_call:
+            raise ZeroDivisionError("on purpose")
+
+    with on_lanes(LANES):
+        compiled = torch.compile(two_branches, backend="dsv4_piecewise", dynamic=True, options=OPTIONS)
+        monkeypatch.setattr(Probe, "called", fail_once)
+        for call in range(1, 6):
+            if call == failing_call:
+                with pytest.raises(ZeroDivisionError, match="on purpose"):
+                    compiled(x, cache)
+                cache.zero_()
+            else:
+                cache.zero_()
+                result = compiled(x, cache)
+                monkeypatch.setattr(Probe, "called", lambda op: None)
+                torch.testing.assert_close(result, two_branches(x, torch.zeros(4)))
+                assert torch.equal(cache, torch.ones(4))
+                monkeypatch.setattr(Probe, "called", fail_once)

@@ -70,6 +70,21 @@ def test_a_join_comes_back_to_lane_0() -> None:
     assert schedule([[], [], [0], [2, 1], [3]], [4, 4, 1, 1, 4], 3) == (0, 1, 0, 0, 0)
 
 
+def test_the_way_to_a_side_lane_and_back_counts() -> None:
+    """Ops 1 and 2 fill lane 1 from 1 to 4; op 3 could start at 4 on both lanes, and is joined already on lane 0."""
+    assert schedule([[], [], [], [1]], [4, 1, 2, 1], 1) == (0, 1, 1, 0)
+
+
+def test_what_follows_an_op_stays_with_it() -> None:
+    """On lane 0 ops 1 and 3 would be late by an event, or behind the heavy op."""
+    assert schedule([[], [0], [], [0]], [1, 1, 4, 1], 2) == (1, 1, 0, 1)
+
+
+def test_each_branch_of_a_lane_pays_for_its_own_events() -> None:
+    """Op 3, worth a lane, does not bring op 1 along: they would be two branches, as op 3 waits for op 0."""
+    assert schedule([[], [], [0], [0]], [1, 2, 4, 4], 1) == (0, 0, 0, 1)
+
+
 def test_an_op_is_put_beside_what_its_successor_needs_too() -> None:
     """Op 4 may run on either side lane; op 5 needs it and op 2."""
     before: Before = [[], [], [], [0], [0], [4, 2]]

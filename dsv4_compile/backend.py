@@ -64,7 +64,7 @@ def dsv4_piecewise(
         pieces_reused=len(draft.copies),
         regions=len(plan.regions),
     )
-    pieces = Pieces(draft, compile_pieces(draft, config, example_inputs), example_inputs)
+    pieces = Pieces(draft, compile_pieces(draft, config), example_inputs)
     return make_callable(draft, pieces, config, artifacts)
 
 

@@ -46,6 +46,7 @@ class GraphInput:
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
         owned: a parameter or buffer of a module, which lives as long as the module does.
         number: a Python float that Dynamo passes as a 0-dim tensor; nothing else can share its memory.
+        scalar: what a tensor of one element on the host held when the graph was traced; None for any other input.
     """
 
     node: fx.Node
@@ -55,6 +56,7 @@ class GraphInput:
     static: bool
     owned: bool
     number: bool
+    scalar: float | None
 
 
 class InputRole(enum.Enum):
@@ -188,12 +190,16 @@ class Part:
         unit: its nodes; values that only other parts of the piece take are outputs of it too.
         uncompiled: why it runs as it is, or None.
         lane: where it runs.
+        leaving: for each of its outputs, whether it leaves the piece, and so has a slot.
+        copy_of: name of the first part that is the same up to its weights, or None.
         waits: places of the parts of other lanes that its lane waits for before it; `START` for the start of the piece.
         joins: lane 0 waits for it at the end of the piece.
     """
 
     unit: Unit
     uncompiled: str | None
+    leaving: tuple[bool, ...]
+    copy_of: str | None
     lane: int
     waits: tuple[int, ...]
     joins: bool
@@ -259,6 +265,12 @@ class Draft:
     slots: tuple[Slot, ...] = ()
     uncaptured: str | None = None
     notes: tuple[str, ...] = ()
+
+    def scalars(self) -> dict[fx.Node, float]:
+        """The host scalars that are part of the bucket, with their values when the graph was traced."""
+        traced = {graph_input.node: graph_input.scalar for graph_input in self.inputs}
+        nodes = (node for node, effects in self.effects.items() if effects.bucket_scalar)
+        return {node: value for node in nodes if (value := traced[node.all_input_nodes[0]]) is not None}
 
     def producer(self, node: fx.Node) -> fx.Node:
         """The node that computes a value: itself, or the one whose container it was taken out of."""

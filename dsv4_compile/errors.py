@@ -23,7 +23,7 @@ class UnknownOpError(Dsv4Error):
 
 
 class OptionError(Dsv4Error):
-    """An option of the backend is unknown, has the wrong type or value, or needs machinery that is not built yet."""
+    """An option of the backend is unknown, or has the wrong type or value."""
 
 
 class TrainingError(Dsv4Error):

@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 
 from .compat import expr_of, hint_of, op_name
 from .config import Config, runner_reason
-from .draft import Draft, GraphInput, Provenance, TensorMeta, Unit
+from .draft import Draft, GraphInput, Part, Provenance, TensorMeta, Unit
 from .ops.registry import find_op
-from .plan import Plan, PlanOp, PlanSlot, PlanUnit, PlanValue, PlanWorkspace
+from .piece_compilers import piece_compiler_for
+from .plan import Plan, PlanOp, PlanPart, PlanSlot, PlanUnit, PlanValue, PlanWorkspace
 from .reasons import why_split
 from .runtime.sizes import Sizes
 from .runtime.workspace import aligned, extent_bytes, place_slots
@@ -24,14 +25,16 @@ from .userlines import where
 def make_plan(draft: Draft, config: Config) -> Plan:
     """Describe a partitioned draft."""
     by_node = {graph_input.node: graph_input for graph_input in draft.inputs}
+    compiler = piece_compiler_for(config, draft)
     return Plan(
         runner=config.resolved_runner,
         runner_reason=runner_reason(config),
         region=config.resolved_region,
+        piece_compiler=compiler.name if compiler is not None and draft.parts else None,
         tokens=None if (tokens := token_count(draft)) is None else str(tokens),
         sizes=tuple((str(symbol), by_node[node].name) for symbol, node in draft.symbols.items()),
         scalars=tuple(_scalars(draft, by_node)),
-        units=tuple(_units(draft, by_node)),
+        units=tuple(_units(draft, by_node, compiles=compiler is not None)),
         inputs=tuple(_value(draft, i.node, by_node) for i in draft.inputs if i.provenance is not Provenance.SIZE),
         traced_sizes=tuple(
             (str(symbol), hint_of(node.meta["example_value"])) for symbol, node in draft.symbols.items()
@@ -79,16 +82,18 @@ def _scalars(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[st
             yield graph_input.name
 
 
-def _units(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[PlanUnit]:
+def _units(draft: Draft, by_node: Mapping[fx.Node, GraphInput], *, compiles: bool) -> Iterator[PlanUnit]:
     """An allocation made outside shows as given by the first unit that touches it, which is the one that fills it."""
     waiting = list(draft.allocations)
     for unit in draft.units:
         filled = [node for node in waiting if node in unit.inputs]
         waiting = [node for node in waiting if node not in filled]
-        yield _unit(draft, unit, filled, by_node)
+        yield _unit(draft, unit, filled, by_node, compiles=compiles)
 
 
-def _unit(draft: Draft, unit: Unit, filled: Sequence[fx.Node], by_node: Mapping[fx.Node, GraphInput]) -> PlanUnit:
+def _unit(
+    draft: Draft, unit: Unit, filled: Sequence[fx.Node], by_node: Mapping[fx.Node, GraphInput], *, compiles: bool
+) -> PlanUnit:
     assert unit.kind != "epilogue", "it runs no op"
     return PlanUnit(
         kind=unit.kind,
@@ -97,7 +102,12 @@ def _unit(draft: Draft, unit: Unit, filled: Sequence[fx.Node], by_node: Mapping[
         takes=tuple(_value(draft, node, by_node) for node in unit.inputs if node not in filled),
         gives=tuple(_value(draft, node, by_node) for node in sorted((*filled, *unit.outputs))),
         copy_of=draft.copies.get(unit.name),
+        parts=tuple(_part(part) for part in draft.parts.get(unit.name, ())) if compiles else (),
     )
+
+
+def _part(part: Part) -> PlanPart:
+    return PlanPart(name=part.unit.name, nodes=len(part.unit.nodes), uncompiled=part.uncompiled, copy_of=part.copy_of)
 
 
 def _op(draft: Draft, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -> PlanOp:

@@ -6,11 +6,12 @@ function; float arguments are constants in it.
 
 | compiler | graph it gets | how a recording sees what it makes |
 |---|---|---|
-| inductor | ends in copies into its last arguments, the slots, so that the stores fuse | one launch |
-| aot_eager | returns the results | op by op |
-| a callable | returns the results | one launch |
+| inductor | ends in copies of what leaves the piece to its last arguments, the slots: the stores fuse | one launch |
+| aot_eager | returns all results | op by op |
+| a callable | returns all results | one launch |
 
-Slots have the strides of the plan, so whatever layout a compiler likes inside, what crosses has the planned one.
+Slots have the strides of the plan, so whatever layout a compiler likes inside, what crosses has the planned one. What
+only other parts of the piece take is returned, since a bare matrix product would need a kernel more to copy it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ from torch import Tensor, fx
 
 from .compat import compile_with_aot_eager, compile_with_inductor, fake_like, trace_fakes, tracing_apart
 from .config import Config
-from .draft import Draft, TensorMeta, Unit
+from .draft import Draft, Part, TensorMeta, Unit
 from .errors import Dsv4Error, PieceCompileError
 from .reasons import graph_device
 from .userlines import where
-
-Numbers = Mapping[fx.Node, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class PieceCompiler:
     Attributes:
         name: for plans and errors.
         compile: takes a graph and its inputs, fakes and SymInts; returns a callable.
-        fills_slots: its graphs end in copies to their last arguments, and what it makes returns nothing.
+        fills_slots: its graphs copy what leaves the piece to their last arguments, and return only the rest.
         opaque: what it makes cannot be looked into while an engine records.
     """
 
@@ -56,16 +55,18 @@ class CompiledPart:
     """A part's function and what it was compiled for.
 
     Attributes:
-        function: takes the inputs but for the numbers, then the constants, then the slots if the compiler fills them.
+        function: takes the inputs but for the numbers, then the constants, then the slots that it fills.
         compiler: who made it.
         constants: tensors of the graph.
         numbers: places of the inputs that are host scalars; their values are constants of the function.
+        filled: for each output, whether the function copies it to a slot; it returns the others.
     """
 
     function: Callable[..., Any]
     compiler: PieceCompiler
     constants: tuple[Tensor, ...]
     numbers: frozenset[int]
+    filled: tuple[bool, ...]
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """What `function` takes, without slots."""
@@ -89,19 +90,20 @@ def piece_compiler_for(config: Config, draft: Draft) -> PieceCompiler | None:
     return PieceCompiler(name=name, compile=choice, fills_slots=False, opaque=True)
 
 
-def compile_part(draft: Draft, unit: Unit, compiler: PieceCompiler, numbers: Numbers) -> CompiledPart:
+def compile_part(draft: Draft, part: Part, compiler: PieceCompiler) -> CompiledPart:
     """Compile one part; only inside of a backend call, whose size symbols it uses.
 
     Args:
         draft: the graph.
-        unit: the part.
+        part: the part.
         compiler: who compiles.
-        numbers: from `traced_numbers`.
 
     Raises:
         PieceCompileError: the compiler failed.
     """
-    graph = _GraphForCompiler(draft, unit, numbers, fills_slots=compiler.fills_slots)
+    unit, numbers = part.unit, draft.scalars()
+    filled = tuple(compiler.fills_slots and leaves for leaves in part.leaving)
+    graph = _GraphForCompiler(draft, unit, numbers, filled)
     try:
         with tracing_apart():
             function = compiler.compile(graph.module(), graph.fakes)
@@ -116,14 +118,8 @@ def compile_part(draft: Draft, unit: Unit, compiler: PieceCompiler, numbers: Num
     if not callable(function):
         raise PieceCompileError(f"{compiler.name} returned {function!r} for {unit.name}: it must return a callable")
     places = frozenset(place for place, node in enumerate(unit.inputs) if node in numbers)
-    return CompiledPart(function=function, compiler=compiler, constants=tuple(graph.constants), numbers=places)
-
-
-def traced_numbers(draft: Draft, example_inputs: Sequence[Any]) -> dict[fx.Node, float]:
-    """The host scalars of a graph, with their values among the inputs it was traced with."""
-    values = {i.node: example for i, example in zip(draft.inputs, example_inputs, strict=True)}
-    scalars = (node for node, effects in draft.effects.items() if effects.bucket_scalar)
-    return {node: values[node.all_input_nodes[0]].item() for node in scalars}
+    constants = tuple(graph.constants)
+    return CompiledPart(function=function, compiler=compiler, constants=constants, numbers=places, filled=filled)
 
 
 def same_number(first: float, second: float) -> bool:
@@ -139,7 +135,7 @@ class _GraphForCompiler:
     Inductor edits the graph it is given, so it is always a copy.
     """
 
-    def __init__(self, draft: Draft, unit: Unit, numbers: Numbers, *, fills_slots: bool) -> None:
+    def __init__(self, draft: Draft, unit: Unit, numbers: Mapping[fx.Node, float], filled: Sequence[bool]) -> None:
         self.fakes: list[Any] = []
         self.constants: list[Tensor] = []
         self._draft = draft
@@ -154,14 +150,18 @@ class _GraphForCompiler:
         for node in source:
             if node.op == "get_attr":
                 env[node] = self._take_constant(node)
-        slots = [self._take(f"slot_{node.name}", self._fake_of(node)) for node in unit.outputs] if fills_slots else []
+        slots = [
+            self._take(f"slot_{node.name}", self._fake_of(node)) if is_filled else None
+            for node, is_filled in zip(unit.outputs, filled, strict=True)
+        ]
         for node in source:
             if node.op not in ("placeholder", "get_attr", "output"):
                 env[node] = self._graph.node_copy(node, lambda arg: env[arg])
         results = [env[node] for node in unit.gm.graph.output_node().args[0]]  # type: ignore[union-attr, index]
-        for slot, result in zip(slots, results, strict=fills_slots):
-            self._graph.call_method("copy_", (slot, result))
-        self._graph.output(() if fills_slots else tuple(results))
+        for slot, result in zip(slots, results, strict=True):
+            if slot is not None:
+                self._graph.call_method("copy_", (slot, result))
+        self._graph.output(tuple(result for slot, result in zip(slots, results, strict=True) if slot is None))
 
     def module(self) -> fx.GraphModule:
         """The graph as a module."""

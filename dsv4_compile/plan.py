@@ -60,6 +60,23 @@ class PlanValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPart:
+    """A part of a piece as the piece compiler gets it.
+
+    Attributes:
+        name: "piece_3.0", ...
+        nodes: how many working nodes it has.
+        uncompiled: why it runs as it is, or None.
+        copy_of: the first part that is the same up to its weights, or None.
+    """
+
+    name: str
+    nodes: int
+    uncompiled: str | None
+    copy_of: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanUnit:
     """A piece or a region.
 
@@ -70,6 +87,7 @@ class PlanUnit:
         takes: what it needs from outside, sizes left out.
         gives: what later units or the caller need of what it makes.
         copy_of: the first piece that is the same up to its weights, or None.
+        parts: of a piece that is compiled and no copy.
     """
 
     kind: Literal["piece", "region"]
@@ -78,6 +96,7 @@ class PlanUnit:
     takes: tuple[PlanValue, ...]
     gives: tuple[PlanValue, ...]
     copy_of: str | None
+    parts: tuple[PlanPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +141,7 @@ class Plan:
         runner: "mrv1" or "mrv2".
         runner_reason: why that one.
         region: "narrow", "wide" or "minimal".
+        piece_compiler: who compiles the parts of pieces; None where pieces run as they are.
         tokens: the size expression of the token count, or None if there is none.
         sizes: size symbol and where it comes from.
         scalars: host scalars that are part of the bucket.
@@ -135,6 +155,7 @@ class Plan:
     runner: str
     runner_reason: str
     region: str
+    piece_compiler: str | None = None
     tokens: str | None
     sizes: tuple[tuple[str, str], ...]
     scalars: tuple[str, ...]

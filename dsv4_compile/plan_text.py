@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .plan import Plan, PlanOp, PlanUnit, PlanValue
+    from .plan import Plan, PlanOp, PlanPart, PlanUnit, PlanValue
 
 WIDTH = 120
 # Origins of inputs in the order in which they are listed. Weights show in the brackets of the ops that apply them.
@@ -24,6 +24,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"plan: runner {plan.runner} ({plan.runner_reason}), region {plan.region}"
     yield from _sizes(plan)
     yield _summary(plan)
+    yield from _compiled(plan)
     for note in plan.notes:
         yield f"note: {note}"
     for unit in plan.units:
@@ -59,6 +60,17 @@ def _summary(plan: Plan) -> str:
     )
 
 
+def _compiled(plan: Plan) -> Iterator[str]:
+    parts = [part for unit in plan.units for part in unit.parts]
+    if plan.piece_compiler is not None:
+        compiled = [part for part in parts if part.uncompiled is None]
+        different = sum(part.copy_of is None for part in compiled)
+        yield (
+            f"piece compiler {plan.piece_compiler}: {_count(len(compiled), 'part')} compiled ({different} different), "
+            f"{len(parts) - len(compiled)} left alone"
+        )
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -75,8 +87,17 @@ def _unit(unit: PlanUnit) -> Iterator[str]:
         for lane in lanes:
             label = f"lane {lane} " if len(lanes) > 1 else "ops"
             yield from _captured_ops(label, [op.op for op in unit.ops if op.lane == lane])
+        yield from _wrapped("parts", [_part(part) for part in unit.parts])
     yield from _takes(unit.takes)
     yield from _wrapped("gives", [f"{value.name} {value.layout}" for value in unit.gives])
+
+
+def _part(part: PlanPart) -> str:
+    number = part.name.rpartition(".")[2]
+    if part.uncompiled is not None:
+        return f"{number} as it is ({_count(part.nodes, 'op')}: {part.uncompiled})"
+    same = f", as {part.copy_of}" if part.copy_of else ""
+    return f"{number} compiled ({_count(part.nodes, 'op')}{same})"
 
 
 def _captured_ops(label: str, ops: Sequence[str]) -> Iterator[str]:

@@ -51,6 +51,7 @@ def draft_graph(
             provenance=_provenance(example),
             static=isinstance(example, torch.Tensor) and is_static_input(example),
             number=is_float_argument(node),
+            scalar=_scalar(example),
             owned=re.search(r"\._(parameters|buffers)\[", source_of(node)) is not None,
         )
         for node, example, fake in zip(placeholders, example_inputs, fakes, strict=True)
@@ -82,6 +83,13 @@ def _provenance(example: Any) -> Provenance:
     if isinstance(example, torch.nn.Parameter):
         return Provenance.WEIGHT
     return Provenance.BUFFER if is_static_input(example) else Provenance.USER_INPUT
+
+
+def _scalar(example: Any) -> float | None:
+    if isinstance(example, torch.Tensor) and example.numel() == 1 and example.device.type == "cpu":
+        value: float = example.item()
+        return value
+    return None
 
 
 def _symbol_inputs(inputs: Sequence[GraphInput]) -> dict[sympy.Symbol, fx.Node]:

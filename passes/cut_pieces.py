@@ -16,7 +16,7 @@ events are recorded behind parts and waited for before parts, and the order of t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from ..draft import Draft, Part, TensorMeta, Unit
 from ..lane_schedule import START, Events, events_of
 from ..reasons import custom_ops, graph_device
 from .assign_lanes import order_of
+from .find_copies import piece_key
 from .partition_graph import Run, build_units, shared_allocations
 
 
@@ -42,7 +43,22 @@ def cut_pieces(draft: Draft, *, config: Config) -> Draft:
         for unit in draft.units
         if unit.kind == "piece" and unit.name not in draft.copies and (compiles or draft.lanes.keys() & set(unit.nodes))
     ]
-    return replace(draft, parts={piece.name: _cut(draft, piece, compiles=compiles) for piece in pieces})
+    parts = {piece.name: _cut(draft, piece, compiles=compiles) for piece in pieces}
+    return replace(draft, parts=_with_copies(draft, parts) if compiles else parts)
+
+
+def _with_copies(draft: Draft, parts: Mapping[str, Sequence[Part]]) -> dict[str, tuple[Part, ...]]:
+    scalars = draft.scalars()
+    first: dict[object, str] = {}
+
+    def copy_of(part: Part) -> str | None:
+        if part.uncompiled is not None:
+            return None
+        key = (piece_key(draft, part.unit, scalars), part.leaving)
+        original = first.setdefault(key, part.unit.name)
+        return None if original == part.unit.name else original
+
+    return {name: tuple(replace(part, copy_of=copy_of(part)) for part in found) for name, found in parts.items()}
 
 
 def why_opaque(draft: Draft, node: fx.Node) -> str | None:
@@ -67,11 +83,14 @@ def _cut(draft: Draft, piece: Unit, *, compiles: bool) -> tuple[Part, ...]:
     units = _units(draft, piece, runs)
     tied = _why_tied(draft, piece, units)
     if tied:
-        return (Part(unit=piece, uncompiled=tied, lane=0, waits=(), joins=False),)
+        leaving = tuple(True for _ in piece.outputs)
+        return (Part(unit=piece, uncompiled=tied, leaving=leaving, copy_of=None, lane=0, waits=(), joins=False),)
     return tuple(
         Part(
             unit=unit,
             uncompiled=_why_uncompiled(draft, unit) if compiles else "there is no piece compiler",
+            leaving=tuple(node in piece.outputs for node in unit.outputs),
+            copy_of=None,
             lane=lanes[run[0]],
             waits=tuple(place[op] for op in events.waits[run[0]]),
             joins=run[-1] in events.joins,
@@ -117,7 +136,7 @@ def _why_tied(draft: Draft, piece: Unit, parts: Sequence[Unit]) -> str | None:
 
 def _why_uncompiled(draft: Draft, unit: Unit) -> str | None:
     opaque = next(filter(None, (why_opaque(draft, node) for node in unit.nodes)), None)
-    return opaque or _why_entangled(draft, unit) or _why_layered(draft, unit)
+    return opaque or _why_entangled(draft, unit) or _why_layered(draft, unit) or _why_outside(draft, unit)
 
 
 def _why_entangled(draft: Draft, unit: Unit) -> str | None:
@@ -136,6 +155,17 @@ def _why_layered(draft: Draft, unit: Unit) -> str | None:
         meta = draft.effects[node].result
         if isinstance(meta, TensorMeta) and _is_layered(meta):
             return f"elements of {node.name} share memory"
+    return None
+
+
+def _why_outside(draft: Draft, unit: Unit) -> str | None:
+    """It looks at memory around an input, of which a compiler knows nothing."""
+    taken = {meta.storage for node in unit.inputs if isinstance(meta := draft.effects[node].result, TensorMeta)}
+    for node in unit.body:
+        meta = draft.effects[node].result
+        is_strided = "as_strided" in str(getattr(node.target, "__name__", node.target))
+        if is_strided and isinstance(meta, TensorMeta) and meta.storage in taken:
+            return f"{node.name} may show memory around what it is a view of"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from paging import Paging, tiny_config
@@ -22,8 +23,8 @@ def mark_request_dims(step: StepState) -> StepState:
     return step
 
 
-def layer_plan(ratio: int, policy: str) -> Plan:
-    """The plan of one layer; ratio 0 is SWA, 4 C4A, 128 C128A."""
+def layer_plan(ratio: int, policy: str, **more: Any) -> Plan:
+    """The plan of one layer with more options; ratio 0 is SWA, 4 C4A, 128 C128A."""
     runner, region = POLICIES[policy]
     config = tiny_config((ratio,))
     paging = Paging(config, [40, 40], max_reqs=3)
@@ -31,7 +32,7 @@ def layer_plan(ratio: int, policy: str) -> Plan:
     layer.bind(paging.caches()[0])
     positions, step = paging.step([(0, 0, 5), (1, 0, 8)])
     hidden = torch.zeros(13, config.hidden_size)
-    options = {"runner": runner, "region": region}
+    options = {"runner": runner, "region": region, **more}
     return dsv4_compile.explain(layer, hidden, positions, mark_request_dims(step), options=options)
 
 

@@ -19,7 +19,8 @@ def test_the_backend_can_be_used_here(capsys: pytest.CaptureFixture[str]) -> Non
     assert answer.endswith("\nthe backend can be used\n")
     assert f"torch         {torch.__version__}\n" in answer
     assert "entry point   found: torch.compile(model, backend='dsv4_piecewise')" in answer
-    assert "piece_compiler" not in answer
+    assert "pieces        eager on cpu" in answer
+    assert "side lanes    0 on cpu" in answer
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +29,12 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert (answer["usable"], answer["problem"]) == (True, None)
     assert answer["facts"]["dsv4_compile"] == metadata.version("dsv4-compile")
     assert answer["facts"]["runner"].startswith("mrv1 (auto: ROCm" if torch.version.hip else "mrv2 (auto: not ROCm")
-    assert "piece_compiler='eager'" not in answer["not_built"]
+
+
+def test_a_missing_cxx_compiler_is_no_problem_until_inductor_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert doctor.describe_cxx().startswith("no no-such-compiler: piece_compiler='inductor' needs one")
+    assert doctor.diagnose().problem is None
 
 
 def test_no_entry_point_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,6 +22,7 @@ from test_piece_compilers import Recording
 from torch import Tensor
 from toy_ops import SPLIT
 
+import dsv4_compile
 from benchmarks.attention_stack import stack_and_inputs
 from dsv4_compile.backend import dsv4_piecewise
 from dsv4_compile.errors import LaneRaceError
@@ -281,3 +283,46 @@ def test_an_op_that_fails_on_a_side_lane_leaves_no_half_made_bucket(
                 torch.testing.assert_close(result, two_branches(x, torch.zeros(4)))
                 assert torch.equal(cache, torch.ones(4))
                 monkeypatch.setattr(Probe, "called", fail_once)
+
+
+def call_twice(model: Any, calls: Sequence[Sequence[Tensor]], **options: Any) -> None:
+    """Compare with eager on copies, four times per set of arguments, whose tensors share memory as they do."""
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options={**OPTIONS, **options})
+    for args in calls:
+        twins = copy.deepcopy(list(args))
+        for _ in range(4):
+            torch.testing.assert_close(compiled(*args), model(*twins))
+            torch.testing.assert_close(args, list(twins))
+
+
+def add_and_multiply(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    p = x @ w
+    a.add_(p[0, :4])
+    q = b.expand(4, 4) @ w
+    return torch.ops.toy.fresh(p + q)
+
+
+def static(*tensors: Tensor) -> tuple[Tensor, ...]:
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)
+    return tensors
+
+
+def test_a_piece_whose_inputs_share_memory_is_no_copy_of_one_whose_inputs_do_not() -> None:
+    """What a copy runs, and on which lanes, is what its original does."""
+
+    def both(x: Tensor, w: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return add_and_multiply(add_and_multiply(x, w, a, b), w, c, d)
+
+    memory = torch.randn(4)
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    with on_lanes((0, 1, 2)):
+        call_twice(both, [[x, w, *static(torch.randn(4), torch.randn(4), memory[:], memory[:])]])
+
+
+def test_inputs_that_come_to_share_memory_run_on_one_lane() -> None:
+    memory = torch.randn(4)
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    apart, shared = static(torch.randn(4), torch.randn(4)), static(memory[:], memory[:])
+    with on_lanes((0, 1, 2)), dsv4_compile.counters.expect(uncompiled_pieces=1):  # its one piece, when captured
+        call_twice(add_and_multiply, [[x, w, *apart], [x, w, *shared]])

@@ -1,22 +1,22 @@
 """`python -m dsv4_compile doctor`: can the backend be used on this machine, and what would it choose?
 
 The proof is a trial: a small function is compiled, captured and replayed on each device, and its results compared.
-What is not built is found by asking the options, so that this list cannot grow old.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Sequence
+import shutil
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from ..config import Config, PieceCompiler, runner_reason
-from ..errors import Dsv4Error, OptionError
+from ..config import Config, runner_reason
+from ..errors import Dsv4Error
 
 LEAST_TORCH = (2, 11)
 ENTRY_POINT = ("torch_dynamo_backends", "dsv4_piecewise")
@@ -30,19 +30,16 @@ class Diagnosis:
     Attributes:
         problem: one line that says why the backend cannot be used, or None.
         facts: what was looked at and what it is, in order.
-        not_built: options that are refused for now.
         not_run: what no hardware has shown.
     """
 
     problem: str | None
     facts: tuple[tuple[str, str], ...]
-    not_built: tuple[str, ...]
     not_run: tuple[str, ...]
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.facts)
         lines = [f"{name:<{width}}  {value}" for name, value in self.facts]
-        lines += [f"{'not built':<{width}}  {item}" for item in self.not_built]
         lines += [f"{'not run':<{width}}  {item}" for item in self.not_run]
         lines.append("")
         lines.append(
@@ -57,7 +54,6 @@ class Diagnosis:
                 "usable": self.problem is None,
                 "problem": self.problem,
                 "facts": dict(self.facts),
-                "not_built": self.not_built,
                 "not_run": self.not_run,
             },
             indent=2,
@@ -82,8 +78,10 @@ def diagnose() -> Diagnosis:
             ("entry point", missing_entry_point() or f"found: torch.compile(model, backend={ENTRY_POINT[1]!r})"),
             ("runner", f"{config.resolved_runner} ({runner_reason(config)})"),
             ("region", f"{config.resolved_region} (the default of {config.resolved_runner})"),
+            ("pieces", ", ".join(f"{config.resolved_piece_compiler(device)} on {device}" for device in devices)),
+            ("side lanes", ", ".join(f"{config.resolved_aux_streams(device)} on {device}" for device in devices)),
+            ("C++ compiler", describe_cxx()),
         ),
-        not_built=tuple(unbuilt_options()),
         not_run=(NOT_RUN,),
     )
 
@@ -103,6 +101,13 @@ def describe_devices() -> str:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     made_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return f"{', '.join(names)} ({made_for})"
+
+
+def describe_cxx() -> str:
+    """What Inductor would compile CPU code with."""
+    wanted = os.environ.get("CXX", "g++")
+    found = shutil.which(wanted)
+    return wanted if found else f"no {wanted}: piece_compiler='inductor' needs one for the CPU; install it, or set CXX"
 
 
 def old_torch(version: str) -> str | None:
@@ -144,15 +149,3 @@ def failed_trial(device: str) -> str | None:
 def _trial(x: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x + 1, x) * 2
 
-
-def unbuilt_options() -> Sequence[str]:
-    """Values of options that are refused because what they need is not there yet."""
-    asked: list[tuple[str, Any]] = [("piece_compiler", value) for value in get_args(PieceCompiler)]
-    asked += [("aux_streams", 1)]
-    refused = []
-    for name, value in asked:
-        try:
-            Config.from_options({name: value})
-        except OptionError:
-            refused.append(f"{name}={value!r}")
-    return refused

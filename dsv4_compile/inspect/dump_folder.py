@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ExplainError
-from ..plan import Plan, PlanOp, PlanSlot, PlanUnit, PlanValue, PlanWorkspace
+from ..plan import Plan, PlanOp, PlanPart, PlanSlot, PlanUnit, PlanValue, PlanWorkspace
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
 _UNIT = re.compile(r"(piece|region)_\d+\.py")
@@ -132,7 +132,8 @@ def plan_from_json(text: str) -> Plan:
 def _unit(raw: Any) -> PlanUnit:
     fields = _fields(PlanUnit, raw)
     values = {name: _records(PlanValue, fields[name]) for name in ("takes", "gives")}
-    return PlanUnit(**{**fields, **values, "ops": _records(PlanOp, fields["ops"])})
+    ops, parts = _records(PlanOp, fields["ops"]), _records(PlanPart, fields["parts"])
+    return PlanUnit(**{**fields, **values, "ops": ops, "parts": parts})
 
 
 def _workspace(raw: Any) -> PlanWorkspace:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 _capture_lock = threading.Lock()
 
@@ -26,8 +27,13 @@ class OpaqueRecorder(Protocol):
     """An engine that has to be told of functions whose kernels do not go through torch's dispatcher."""
 
     def record_function(
-        self, name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool]
-    ) -> None:
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        written: Sequence[bool],
+        returns: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
         """Record a call of `function`, as one launch, without calling it; see `launch`."""
 
 
@@ -66,19 +72,24 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def launch(name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool]) -> None:
-    """Call a compiled function that writes into its arguments, or have it recorded.
+def launch(
+    name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool], returns: Sequence[Tensor]
+) -> Any:
+    """Call a compiled function, or have it recorded.
 
     Args:
         name: what it is, for errors.
-        function: takes `args`; what it returns is of no interest.
+        function: takes `args`.
         args: tensors and numbers; all memory it touches but for what it allocates itself.
         written: which of them it writes.
+        returns: what it returns, on the meta device.
+
+    Returns:
+        What `function` returns; in a recording, tensors as in `returns`, which hold it after a replay.
     """
     if _recorded.recorder is None:
-        function(*args)
-    else:
-        _recorded.recorder.record_function(name, function, args, written)
+        return function(*args)
+    return _recorded.recorder.record_function(name, function, args, written, returns)
 
 
 def current_lanes() -> Lanes | None:

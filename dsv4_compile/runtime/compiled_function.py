@@ -1,21 +1,23 @@
-"""Runs the function that a piece compiler made of a part, so that results end up in slots.
+"""Runs the function that a piece compiler made of a part, and gives its results where and as the plan has them.
 
-Compilers differ in what their functions take and return: some fill slots, others return nothing, a bare tensor, a list
-or a tuple. Here, and nowhere else, that is made one. A function that returns anything but what its graph does is named.
+Compilers differ in what their functions return: nothing, a bare tensor, a list or a tuple. Here, and nowhere else, that
+is made one. A function that returns anything but what its graph does is named. What stays inside of the piece is taken
+as it is returned, unless its strides are not the planned ones, or it is memory of an argument: then it is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..draft import Draft, TensorMeta, Unit
 from ..errors import PieceCompileError
 from ..piece_compilers import CompiledPart
 from .capture_state import launch
+from .check_results import has_strides_of
 from .workspace import copier
 
 
@@ -29,50 +31,77 @@ class CompiledFunction:
     """
 
     def __init__(self, draft: Draft, unit: Unit, part: CompiledPart) -> None:
-        self._unit = unit
         self._part = part
+        self._name = f"what {part.compiler.name} made of {unit.name}"
+        self._outputs = [node.name for node in unit.outputs]
         changed = {storage for node in unit.nodes for storage in draft.effects[node].writes}
         metas = [draft.effects[node].result for node in unit.inputs]
         self._written = (
             *part.without_numbers([isinstance(meta, TensorMeta) and meta.storage in changed for meta in metas]),
             *[False for _ in part.constants],
-            *[True for _ in unit.outputs],
+            *[True for is_filled in part.filled if is_filled],
         )
 
-    def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
-        """Run it; while an engine records, an opaque function becomes one launch."""
-        arguments = self._part.arguments(inputs)
-        if self._part.compiler.fills_slots:
-            function: Callable[..., Any] = self._part.function
-        else:
-            function = partial(self._copy_results, len(arguments))
-        if self._part.compiler.opaque:
-            name = f"{self._unit.name}, compiled by {self._part.compiler.name}"
-            launch(name, function, (*arguments, *slots), self._written)
-        else:
-            function(*arguments, *slots)
+    def run(self, inputs: Sequence[Any], slots: Sequence[Tensor | None], promised: Sequence[Tensor]) -> list[Tensor]:
+        """Run it; while an engine records, an opaque function becomes one launch.
 
-    def _copy_results(self, count: int, *values: Any) -> None:
-        slots = values[count:]
-        results = _as_sequence(self._part.function(*values[:count]))
-        if len(results) != len(slots) or not all(isinstance(result, Tensor) for result in results):
+        Args:
+            inputs: of the part.
+            slots: for each output, where it goes if it leaves the piece.
+            promised: each output as the plan has it, on the meta device.
+
+        Returns:
+            The outputs: the slots, and what stays inside of the piece.
+        """
+        filled = [slot for slot, is_filled in zip(slots, self._part.filled, strict=True) if is_filled]
+        arguments = [*self._part.arguments(inputs), *filled]
+        wanted = [meta for meta, is_filled in zip(promised, self._part.filled, strict=True) if not is_filled]
+        if self._part.compiler.opaque:
+            returned = launch(self._name, self._part.function, arguments, self._written, wanted)
+        else:
+            returned = self._part.function(*arguments)
+        results = iter(self._checked(as_sequence(returned), wanted))
+        return list(self._place(arguments, results, slots, promised))
+
+    def _place(
+        self,
+        arguments: Sequence[Any],
+        results: Iterator[Tensor],
+        slots: Sequence[Tensor | None],
+        promised: Sequence[Tensor],
+    ) -> Iterator[Tensor]:
+        taken = {arg.untyped_storage().data_ptr() for arg in arguments if isinstance(arg, Tensor)} - {0}
+        for slot, is_filled, meta in zip(slots, self._part.filled, promised, strict=True):
+            result = slot if is_filled else next(results)
+            assert result is not None, "what leaves the piece has a slot"
+            if slot is None and not (has_strides_of(result, meta) and result.untyped_storage().data_ptr() not in taken):
+                slot = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=result.device)
+            if slot is not None and slot is not result:
+                copier(slot)(result)
+            yield result if slot is None else slot
+
+    def _checked(self, results: Sequence[Any], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results, if they are what the graph returns."""
+        if len(results) != len(wanted) or not all(isinstance(result, Tensor) for result in results):
             kinds = ", ".join(type(result).__name__ for result in results)
             raise PieceCompileError(
-                f"what {self._part.compiler.name} made of {self._unit.name} returned ({kinds}), the graph it was given "
-                f"returns {len(slots)} tensors: return what the graph does"
+                f"{self._name} returned ({kinds}), the graph it was given returns {len(wanted)} tensors: return what "
+                "the graph does"
             )
-        for node, slot, result in zip(self._unit.outputs, slots, results, strict=True):
-            if result.shape != slot.shape or result.dtype != slot.dtype:
+        for name, result, meta in zip(self._returned_names(), results, wanted, strict=True):
+            if result.shape != meta.shape or result.dtype != meta.dtype:
                 raise PieceCompileError(
-                    f"what {self._part.compiler.name} made of {self._unit.name} returned {result.dtype} "
-                    f"{list(result.shape)} for {node.name}, the graph it was given returns {slot.dtype} "
-                    f"{list(slot.shape)}"
+                    f"{self._name} returned {result.dtype} {list(result.shape)} for {name}, the graph it was given "
+                    f"returns {meta.dtype} {list(meta.shape)}"
                 )
-            copier(slot)(result)
+        return results
+
+    def _returned_names(self) -> list[str]:
+        return [name for name, is_filled in zip(self._outputs, self._part.filled, strict=True) if not is_filled]
 
 
-def _as_sequence(returned: Any) -> Sequence[Any]:
-    """Compilers return nothing, a bare value, a list or a tuple."""
+def as_sequence(returned: Any) -> Sequence[Any]:
+    """What a compiler's function returned: nothing, a bare value, a list or a tuple."""
     if returned is None:
         return ()
     return returned if isinstance(returned, (list, tuple)) else (returned,)

@@ -127,13 +127,14 @@ class Launch:
 
 @dataclass(eq=False, slots=True)
 class FunctionLaunch:
-    """A compiled function with its arguments, which writes into some of them and makes no result.
+    """A compiled function with its arguments.
 
     Attributes:
         name: for errors.
         function: takes `args`.
         args: as for a `Launch`.
         written: which of them it writes.
+        results: where the tensors it returns are copied to.
         operands: as for a `Launch`.
         autocast: whether autocast was on when it was recorded, and its dtype.
     """
@@ -142,27 +143,29 @@ class FunctionLaunch:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     written: tuple[bool, ...]
+    results: list[Operand]
     operands: list[Operand] = field(init=False)
     autocast: tuple[bool, torch.dtype] = field(init=False)
 
     # as a `Launch` answers
-    results = ()
     opaque = True
     ignores_autocast = False
 
     def __post_init__(self) -> None:
-        self.operands = [arg for arg in self.args if isinstance(arg, Operand)]
+        self.operands = [*(arg for arg in self.args if isinstance(arg, Operand)), *self.results]
         self.autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
 
     def written_operands(self) -> list[Operand]:
         """What it writes."""
         changed = (arg for arg, is_written in zip(self.args, self.written, strict=True) if is_written)
-        return [arg for arg in changed if isinstance(arg, Operand)]
+        return [*(arg for arg in changed if isinstance(arg, Operand)), *self.results]
 
     def bind(self) -> Callable[[], Any]:
         """A call without arguments, under the autocast of the recording."""
         args = map_leaves(lambda operand: operand.tensor, Operand, self.args)
-        run = partial(self.function, *args)
+        run: Callable[[], Any] = partial(self.function, *args)
+        if self.results:
+            run = partial(_run_and_copy, self.name, run, [operand.tensor for operand in self.results])
         is_on, dtype = self.autocast
         return partial(_run_in_autocast, run, dtype) if is_on else run
 

@@ -59,12 +59,20 @@ class Recorder(TorchDispatchMode):
             return function()
 
     def record_function(
-        self, name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool]
-    ) -> None:
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        written: Sequence[bool],
+        returns: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
         """See `capture_state.OpaqueRecorder`."""
         with no_dispatch_modes(), NoFunctionModes(), torch.inference_mode(False):
             operands = map_leaves(self._operand, Tensor, tuple(args))
-            self._add(FunctionLaunch(name, function, operands, tuple(written)))
+            made = [self._allocate(like) for like in returns]
+            results = [self._operand(tensor) for tensor in made]
+            self._add(FunctionLaunch(name, function, operands, tuple(written), results))
+            return made
 
     def finish(self) -> list[Callable[[], Any]]:
         """Calls that replay what was recorded, in order.

@@ -5,8 +5,8 @@ records. Values that only other parts of a piece take are temporaries: they are 
 an engine offers lanes, temporaries live until all lanes are joined, since the memory of a dead one may be handed out
 while another lane still reads it. Otherwise parts run one after another, and a temporary dies after its last use.
 
-A compiled function takes its inputs to be apart, and holds the numbers it was compiled with. A call that differs in
-that runs the piece as it is: counted, and logged once.
+Parts take inputs to be apart that were apart when the graph was traced, and compiled ones hold the numbers they were
+compiled with. A call that differs in that runs the piece as it is: counted, and logged once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
 from ..inspect.artifacts import log
 from ..lane_schedule import START
-from ..piece_compilers import CompiledPart, same_number, traced_numbers
+from ..piece_compilers import CompiledPart, same_number
 from ..reasons import is_custom
 from .aliasing import Aliasing
 from .capture_state import Lanes, current_lanes
@@ -147,29 +147,30 @@ class PartedPiece:
         if step.function is None:
             self._run_as_it_is(step.unit, inputs, values, sizes)
             return
-        for node in step.unit.outputs:
-            if node not in values:
-                values[node] = sizes.allocate(self._meta(node))
-        step.function.fill(inputs, [values[node] for node in step.unit.outputs])
+        promised = [self._promised(node, sizes) for node in step.unit.outputs]
+        results = step.function.run(inputs, [values.get(node) for node in step.unit.outputs], promised)
+        values.update(zip(step.unit.outputs, results, strict=True))
 
     def _run_as_it_is(self, unit: Unit, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes) -> None:
         """Results that leave the piece are copied to their slots, the others are taken as they are."""
         for node, result in zip(unit.outputs, unit.gm.forward(*inputs), strict=True):
-            meta = self._meta(node)
-            shape, stride = sizes.all_of(meta.shape), sizes.all_of(meta.stride)
-            promised = torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+            promised = self._promised(node, sizes)
             check_fresh(self._draft, node, result, inputs)
             check_layout(self._draft, node, result, promised, strides=self._strict and is_custom(self._draft, node))
             if node in values:
                 copier(values[node])(result)
             elif self._strict and not has_strides_of(result, promised):
-                values[node] = sizes.allocate(meta)
+                values[node] = sizes.allocate(self._meta(node))
                 copier(values[node])(result)
             else:
                 values[node] = result
 
     def _sizes(self, values: Mapping[fx.Node, Any]) -> Sizes:
         return Sizes({symbol: int(values[node]) for symbol, node in self._symbols.items()})
+
+    def _promised(self, node: fx.Node, sizes: Sizes) -> Tensor:
+        meta = self._meta(node)
+        return torch.empty_strided(sizes.all_of(meta.shape), sizes.all_of(meta.stride), dtype=meta.dtype, device="meta")
 
     def _meta(self, node: fx.Node) -> TensorMeta:
         meta = self._draft.effects[node].result
@@ -194,11 +195,12 @@ class Pieces:
         eager: dict[str, PieceFunction] = {name: EagerPiece(draft, pieces[name]) for name in set(originals.values())}
         parted = {name: PartedPiece(draft, pieces[name], parts) for name, parts in functions.items()}
         best: dict[str, PieceFunction] = {**eager, **parted}
+        self._are_parted = bool(parted)
         self.are_compiled = any(part is not None for parts in functions.values() for part in parts)
         self._eager: Mapping[str, PieceFunction] = {name: eager[original] for name, original in originals.items()}
         self._best: Mapping[str, PieceFunction] = {name: best[original] for name, original in originals.items()}
         self._aliasing = Aliasing(draft, example_inputs)
-        self._numbers = traced_numbers(draft, example_inputs)
+        self._numbers = draft.scalars()
         self._positions = {graph_input.node: place for place, graph_input in enumerate(draft.inputs)}
         self._takers = {
             number: [name for name, unit in pieces.items() if number in unit.inputs] for number in self._numbers
@@ -207,7 +209,7 @@ class Pieces:
 
     def for_call(self, args: Sequence[Any]) -> Mapping[str, PieceFunction]:
         """What runs each piece of a call with these arguments, by name."""
-        if not self.are_compiled:
+        if not self._are_parted:
             return self._best
         if self._aliasing.is_new(args):
             return self._step_back(list(self._eager), "inputs share memory, and did not when it was compiled")
@@ -226,7 +228,7 @@ class Pieces:
         counters.add(uncompiled_pieces=len(names))
         if reason not in self._warned:
             self._warned.add(reason)
-            log.warning("%d pieces run uncompiled in such calls: %s", len(names), reason)
+            log.warning("%d pieces run uncompiled and on one lane in such calls: %s", len(names), reason)
         return {**self._best, **{name: self._eager[name] for name in names}}
 
 

@@ -7,7 +7,7 @@ The piece is still captured as one graph. Two things force the cuts at custom op
 after an opaque op has changed what it was computed from, and its cache on disk does not know the schemas of custom ops,
 so a changed one gives the wrong numbers in the next process. And an op that is implemented in Python has to be recorded
 op by op, which a compiled function around it would hide. Nothing is lost: no compiler fuses across an op it cannot see
-into.
+into. Random draws are cut out likewise: a compiler leaves out those that nothing takes, and all later numbers differ.
 
 With lanes (`assign_lanes`), a part also ends where another lane waits for it, and begins where its lane waits. So
 events are recorded behind parts and waited for before parts, and the order of the parts is one that keeps all waits.
@@ -62,10 +62,12 @@ def _with_copies(draft: Draft, parts: Mapping[str, Sequence[Part]]) -> dict[str,
 
 
 def why_opaque(draft: Draft, node: fx.Node) -> str | None:
-    """The node calls an op that a piece compiler cannot see into."""
+    """The node calls an op that a piece compiler cannot see into, or must not leave out or move."""
     custom = custom_ops(draft, node)
     if custom:
         return f"calls {custom[0].removesuffix('.default')}"
+    if draft.effects[node].random:
+        return "draws random numbers"
     bodies = [arg.name for arg in node.all_input_nodes if _is_body(draft, arg)]
     return f"runs the sub-graph {bodies[0]}" if bodies else None
 
@@ -136,7 +138,14 @@ def _why_tied(draft: Draft, piece: Unit, parts: Sequence[Unit]) -> str | None:
 
 def _why_uncompiled(draft: Draft, unit: Unit) -> str | None:
     opaque = next(filter(None, (why_opaque(draft, node) for node in unit.nodes)), None)
-    return opaque or _why_entangled(draft, unit) or _why_layered(draft, unit) or _why_outside(draft, unit)
+    checks = (_why_useless, _why_entangled, _why_layered, _why_outside)
+    return opaque or next(filter(None, (check(draft, unit) for check in checks)), None)
+
+
+def _why_useless(draft: Draft, unit: Unit) -> str | None:
+    """A compiler would leave all of it out, and a capture be empty."""
+    is_used = bool(unit.outputs) or any(draft.effects[node].writes for node in unit.nodes)
+    return None if is_used else "nothing takes its results"
 
 
 def _why_entangled(draft: Draft, unit: Unit) -> str | None:

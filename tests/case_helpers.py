@@ -1,7 +1,10 @@
-"""What the numbered cases share: a model compiled and in eager, called on equal data and compared bit for bit.
+"""What the numbered cases share: a model compiled and in eager, called on equal data and compared.
 
 Every case runs for each engine and runner (`everywhere`), at least three times a bucket, on fresh random inputs. What
-only a capturing engine can show stands behind `if setup.captures`.
+only a capturing engine can show stands behind `if setup.captures`. `pytest --piece-compiler inductor` runs them all
+with another piece compiler; `everywhere_and_compiled` marks the few that run with each one in any case.
+
+Results are compared bit for bit, but for floats that Inductor made: it may fuse and reorder sums.
 """
 
 from __future__ import annotations
@@ -27,14 +30,22 @@ from dsv4_compile.plan import Plan
 ENGINES = ("off", "host")
 RUNNERS = ("mrv1", "mrv2")
 SIZES = (8, 16, 8, 16, 8, 16, 32, 32, 32)
+# relative ones, of torch.testing.assert_close but for float32
+FLOAT_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine and one runner flag."""
+    """One engine, one runner flag, and one piece compiler; without one, what `--piece-compiler` says."""
 
     engine: str
     runner: str
+    piece_compiler: str | None = None
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether floats may be rounded otherwise than in eager."""
+        return self.piece_compiler == "inductor"
 
     @property
     def captures(self) -> bool:
@@ -46,20 +57,29 @@ class Setup:
             () if self.captures else ("capture_sizes", "max_captures", "max_tokens", "static_outputs", "check")
         )
         kept = {name: value for name, value in more.items() if name not in capture_only}
-        return {"split_ops": SPLIT, "engine": self.engine, "runner": self.runner, **kept}
+        compiler = {} if self.piece_compiler is None else {"piece_compiler": self.piece_compiler}
+        return {"split_ops": SPLIT, "engine": self.engine, "runner": self.runner, **compiler, **kept}
 
     def explain(self, function: Any, *args: Any, **options: Any) -> Plan:
         return dsv4_compile.explain(function, *args, options=self.options(**options))
 
 
 _SETUPS = [Setup(engine, runner) for engine, runner in itertools.product(ENGINES, RUNNERS)]
+_COMPILED = [Setup("host", "mrv2", "aot_eager"), Setup("host", "mrv2", "inductor")]
 
 
 def _parametrize(setups: Iterable[Setup]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("setup", [pytest.param(s, id=f"{s.engine}-{s.runner}") for s in setups])
+    return pytest.mark.parametrize("setup", [_param(setup) for setup in setups], indirect=True)
+
+
+def _param(setup: Setup) -> Any:
+    named = (setup.engine, setup.runner, setup.piece_compiler)
+    marks = [pytest.mark.inductor] if setup.piece_compiler == "inductor" else []
+    return pytest.param(setup, id="-".join(filter(None, named)), marks=marks)
 
 
 everywhere = _parametrize(_SETUPS)
+everywhere_and_compiled = _parametrize(_SETUPS + _COMPILED)
 captured = _parametrize(s for s in _SETUPS if s.captures)
 captured_mrv2 = _parametrize(s for s in _SETUPS if s.captures and s.runner == "mrv2")
 under_mrv1 = _parametrize(s for s in _SETUPS if s.runner == "mrv1")
@@ -98,6 +118,7 @@ class Pair:
 
     def __init__(self, original: Any, setup: Setup, *, dynamic: bool = True, **options: Any) -> None:
         self.original = original
+        self._tolerant = setup.tolerant
         self.compiled = torch.compile(
             original, backend="dsv4_piecewise", dynamic=dynamic, options=setup.options(**options)
         )
@@ -113,22 +134,38 @@ class Pair:
             torch.set_rng_state(before)
             actual = self.compiled(*args)
         assert torch.equal(torch.get_rng_state(), drawn), "another amount of random numbers was drawn than in eager"
-        assert_same((actual, args, _state(self.original)), (expected, twin_args, _state(twin)))
+        seen, wanted = (actual, args, _state(self.original)), (expected, twin_args, _state(twin))
+        assert_same(seen, wanted, tolerant=self._tolerant)
         self._held += [actual, args, torch.empty(17 * len(self._held) + 3)]
         return actual
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    """Same structure, values bit for bit (NaN equals NaN), and the same leaves share memory among themselves."""
+def assert_same(actual: Any, expected: Any, *, tolerant: bool = False) -> None:
+    """Same structure, same values (NaN equals NaN), and the same leaves share memory among themselves.
+
+    Args:
+        actual: any nest of tensors and other values.
+        expected: likewise.
+        tolerant: whether floats may be rounded otherwise; nothing else ever may differ.
+    """
     seen, wanted = pytree.tree_flatten(actual), pytree.tree_flatten(expected)
     assert seen[1] == wanted[1]
     for one, other in zip(seen[0], wanted[0], strict=True):
         assert type(one) is type(other), (one, other)
         if isinstance(one, Tensor):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(one, other, **bounds(other, tolerant=tolerant), equal_nan=True)
         else:
             assert one == other
     assert _sharing(seen[0]) == _sharing(wanted[0]), "other tensors share memory than in eager"
+
+
+def bounds(expected: Tensor, *, tolerant: bool) -> dict[str, float]:
+    """Tolerances for values like these: sums that cancel are as far off as their largest terms make them."""
+    if not tolerant or expected.dtype not in FLOAT_TOLERANCES:
+        return {"rtol": 0.0, "atol": 0.0}
+    finite = expected[expected.isfinite()].double().abs()
+    relative = FLOAT_TOLERANCES[expected.dtype]
+    return {"rtol": relative, "atol": relative * max([1.0, *finite.flatten().tolist()])}
 
 
 def _sharing(leaves: Sequence[Any]) -> list[int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from case_helpers import Setup
 
 import dsv4_compile
 from dsv4_compile.ops import registry
@@ -18,6 +20,19 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the long version of the property tests")
+    parser.addoption(
+        "--piece-compiler",
+        choices=("eager", "aot_eager", "inductor"),
+        default="eager",
+        help="with which piece compiler the numbered cases and the property tests run",
+    )
+
+
+@pytest.fixture
+def setup(request: pytest.FixtureRequest) -> Setup:
+    """The setup of a numbered case, with the piece compiler of the command line unless it has its own."""
+    given: Setup = request.param
+    return replace(given, piece_compiler=given.piece_compiler or request.config.getoption("--piece-compiler"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

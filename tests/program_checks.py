@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from case_helpers import bounds
 from program_oracle import Deeds, clone_all, snapshot, watch, working_ops
 from random_programs import make_arguments
 from torch import Tensor, fx
@@ -39,12 +41,14 @@ class Setting:
         combination: runner and region.
         engine: "off" or "host".
         check: as the option.
+        piece_compiler: likewise.
         tokens: token count of each call; the first twice for a warm-up and a capture.
     """
 
     combination: Combination
     engine: str
     check: str
+    piece_compiler: str = "eager"
     tokens: Sequence[int]
 
     @property
@@ -56,7 +60,8 @@ class Setting:
         """Options of the backend; the other runner where this combination is refused."""
         runner, region = ("mrv2", self.combination[1]) if self.combination in refused else self.combination
         more = {} if self.engine == "off" else {"check": self.check}
-        return {"split_ops": SPLIT, "engine": self.engine, "runner": runner, "region": region, **more}
+        named = {"engine": self.engine, "runner": runner, "region": region, "piece_compiler": self.piece_compiler}
+        return {"split_ops": SPLIT, **named, **more}
 
 
 def register_step_ops() -> None:
@@ -81,7 +86,25 @@ def check_program(function: Callable[..., Any], setting: Setting) -> None:
             LOG.clear()
             returned = run(**given)
             seen.append([*snapshot(given, returned), list(LOG)])
-        assert seen[0] == seen[1], f"call {number} differs from eager"
+        tolerant = setting.piece_compiler == "inductor"
+        assert all(map(partial(alike, tolerant=tolerant), *seen)), f"call {number} differs from eager"
+
+
+def alike(expected: Any, actual: Any, *, tolerant: bool) -> bool:
+    """Whether two items of snapshots, or logs, are the same; floats but for rounding if `tolerant`."""
+    if not tolerant or expected == actual:
+        return bool(expected == actual)
+    if isinstance(expected, list):
+        return len(expected) == len(actual) and _close(torch.tensor(expected), torch.tensor(actual))
+    (layout, owner, memory), (other_layout, other_owner, other_memory) = expected, actual
+    dtype = layout[0]
+    if (layout, owner, len(memory)) != (other_layout, other_owner, len(other_memory)):
+        return False
+    return _close(*(torch.frombuffer(bytearray(data), dtype=dtype) for data in (memory, other_memory)))
+
+
+def _close(expected: Tensor, actual: Tensor) -> bool:
+    return torch.allclose(actual, expected, **bounds(expected, tolerant=True), equal_nan=True)
 
 
 def arguments_of_calls(setting: Setting) -> Iterator[dict[str, Any]]:

@@ -250,6 +250,8 @@ class _Builder:
                 if not pool:
                     return None
                 words[word] = self.choose.choice(pool[:3] + pool)  # rather the latest
+        if template.startswith("torch.mm(") and self._share_memory(words["a"], words["t"]):
+            return None  # torch neither refuses nor defines a product that overwrites its own factor
         return template.format(**words)
 
     def _targets(self, template: str, kind: tuple[str, ...]) -> list[str]:

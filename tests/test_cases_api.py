@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from case_helpers import Pair, Setup, check, everywhere, kinds, reasons, rows
+from case_helpers import Pair, Setup, check, everywhere, everywhere_and_compiled, kinds, reasons, rows
 from torch import Tensor
 
 import dsv4_compile
@@ -127,7 +127,7 @@ def test_b50_no_graph_and_no_capture_once_every_mode_was_seen(setup: Setup) -> N
         rounds()
 
 
-@everywhere
+@everywhere_and_compiled
 def test_b50_attribute_that_forward_does_not_read(setup: Setup) -> None:
     model = Model()
     pair = Pair(model, setup)

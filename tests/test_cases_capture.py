@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from case_helpers import Pair, Setup, assert_same, check, everywhere, reasons, rows
+from case_helpers import Pair, Setup, assert_same, check, everywhere, everywhere_and_compiled, reasons, rows
 from torch import Tensor
 from toy_ops import SPLIT, Host
 
@@ -108,7 +108,7 @@ def test_b58_equal_pieces_are_compiled_once_and_others_not(setup: Setup) -> None
     assert copies == [None, "piece_0", None, None, None]
 
 
-@everywhere
+@everywhere_and_compiled
 def test_b58_pieces_that_split_along_another_axis_are_no_copies(setup: Setup) -> None:
     def f(x):
         x = toy.fresh(x)
@@ -240,15 +240,14 @@ def test_b60_threads_at_first_use(setup: Setup, sizes: tuple[tuple[int, ...], ..
         return toy.fresh(a.cos()) + b
 
     compiled = Pair(f, setup).compiled
-    barrier, failures = threading.Barrier(len(sizes)), []
+    barrier, results = threading.Barrier(len(sizes)), []
 
     def serve(own: tuple[int, ...]) -> None:
         barrier.wait(timeout=60)
         with torch.no_grad():
             for n in own * 8:
                 x = rows(n)
-                if not torch.equal(compiled(x), f(x)):
-                    failures.append(n)
+                results.append((compiled(x), f(x)))
 
     threads = [threading.Thread(target=serve, args=(own,)) for own in sizes]
     for thread in threads:
@@ -256,7 +255,9 @@ def test_b60_threads_at_first_use(setup: Setup, sizes: tuple[tuple[int, ...], ..
     for thread in threads:
         thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
+    assert len(results) == 8 * sum(map(len, sizes))
+    for actual, expected in results:
+        assert_same(actual, expected, tolerant=setup.tolerant)
     serve_once_more = sorted({n for own in sizes for n in own})
     with torch.no_grad():
         for n in serve_once_more * 2:

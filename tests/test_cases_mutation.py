@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_helpers import Pair, Setup, check, equal_or_refused, everywhere, rows
+from case_helpers import Pair, Setup, check, equal_or_refused, everywhere, everywhere_and_compiled, rows
 from torch import Tensor
 from toy_ops import SPLIT
 
@@ -139,7 +139,7 @@ def test_b08_chunk_of_a_projection_mutated_by_the_split_op(setup: Setup) -> None
     check(setup, f, lambda n: (rows(n), w))
 
 
-@everywhere
+@everywhere_and_compiled
 def test_b08_view_through_two_splits(setup: Setup) -> None:
     def f(x):
         h = x.exp()

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_helpers import Pair, Setup, captured, check, each_captured_once, everywhere, kinds, rows
+from case_helpers import (
+    Pair,
+    Setup,
+    captured,
+    check,
+    each_captured_once,
+    everywhere,
+    everywhere_and_compiled,
+    kinds,
+    rows,
+)
 from torch import Tensor
 
 import dsv4_compile
@@ -86,7 +96,7 @@ def test_b03_piece_without_a_size(setup: Setup) -> None:
     assert any(value.layout == "[s77, 4] float32" for value in dynamic.takes)
 
 
-@everywhere
+@everywhere_and_compiled
 def test_b31_sizes_that_are_multiples_and_fractions(setup: Setup) -> None:
     def f(x):
         n = x.shape[0]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+import torch._inductor.config
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from program_checks import COMBINATIONS, Setting, check_program, register_step_ops
 from random_programs import Program, programs
@@ -24,10 +25,21 @@ SUITE = settings(
     max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 LONG = settings(max_examples=2000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+# Inductor takes seconds for a program: while it shrank one, the test would be ended, and nothing be shown
+UNSHRUNK = (Phase.explicit, Phase.generate)
 
 
-def at_least(least: int, setting: Setting) -> Setting:
-    return replace(setting, tokens=[least if n == LEAST else n for n in setting.tokens])
+def check_compiled(program: Program, setting: Setting, piece_compiler: str) -> None:
+    register_step_ops()
+    tokens = [program.least if n == LEAST else n for n in setting.tokens]
+    # as eager does, Inductor then rounds each result to bfloat16, and not only what leaves a kernel
+    with torch.no_grad(), torch._inductor.config.patch(emulate_precision_casts=True):
+        check_program(program.function, replace(setting, tokens=tokens, piece_compiler=piece_compiler))
+
+
+@pytest.fixture(scope="session")
+def piece_compiler(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--piece-compiler")
 
 
 @pytest.fixture(scope="session")
@@ -39,10 +51,21 @@ def long_run(request: pytest.FixtureRequest) -> None:
 @pytest.mark.timeout(900)  # it takes 90 seconds where nothing else runs
 @SUITE
 @given(program=programs(), setting=SETTINGS)
-def test_a_program_means_the_same_under_every_plan(program: Program, setting: Setting) -> None:
-    register_step_ops()
-    with torch.no_grad():
-        check_program(program.function, at_least(program.least, setting))
+def test_a_program_means_the_same_under_every_plan(program: Program, setting: Setting, piece_compiler: str) -> None:
+    check_compiled(program, setting, piece_compiler)
+
+
+@settings(SUITE, max_examples=100)
+@given(program=programs(), setting=SETTINGS)
+def test_a_program_means_the_same_in_graphs_of_aotautograd(program: Program, setting: Setting) -> None:
+    check_compiled(program, setting, "aot_eager")
+
+
+@pytest.mark.inductor
+@settings(SUITE, max_examples=20, phases=UNSHRUNK)
+@given(program=programs(statements=5), setting=SETTINGS)
+def test_a_program_means_the_same_in_kernels_of_inductor(program: Program, setting: Setting) -> None:
+    check_compiled(program, setting, "inductor")
 
 
 @pytest.mark.slow
@@ -50,7 +73,7 @@ def test_a_program_means_the_same_under_every_plan(program: Program, setting: Se
 @pytest.mark.usefixtures("long_run")
 @LONG
 @given(program=programs(statements=20), setting=SETTINGS)
-def test_a_long_program_means_the_same_under_every_plan(program: Program, setting: Setting) -> None:
-    register_step_ops()
-    with torch.no_grad():
-        check_program(program.function, at_least(program.least, setting))
+def test_a_long_program_means_the_same_under_every_plan(
+    program: Program, setting: Setting, piece_compiler: str
+) -> None:
+    check_compiled(program, setting, piece_compiler)

@@ -1,1 +1,1 @@
-"""Benchmarks, run by hand; each prints ratios of one run."""
+"""Benchmarks, run by hand: `python -m benchmarks`. Each gives a section with tables of medians and ratios."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
+import dsv4_compile
 from dsv4_compile.models.deepseek_v4 import (
     AttentionStack,
     CacheGroup,
@@ -15,6 +18,7 @@ from dsv4_compile.models.deepseek_v4 import (
     allocate_caches,
     bind_caches,
 )
+from dsv4_compile.plan import Plan
 
 REQUESTS, BLOCKS = 2, 32
 
@@ -23,7 +27,19 @@ def stack_and_inputs(
     layers: int, tokens: int = 8, device: str = "cpu"
 ) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
     """A stack with the layer pattern of the released Pro model and the first step of one request."""
-    config = tiny_config(layers)
+    return stack_of(pattern(layers), tokens, device)
+
+
+def pattern(layers: int) -> tuple[int, ...]:
+    """Compress ratios: two C128A layers, then C4A and C128A in turn."""
+    return tuple([128, 128, *([4, 128] * layers)][:layers])
+
+
+def stack_of(
+    ratios: Sequence[int], tokens: int, device: str = "cpu"
+) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
+    """A stack with a layer for each compress ratio (0 is SWA), its caches, and the first step of one request."""
+    config = tiny_config(ratios)
     stack = AttentionStack(config).to(device)
     blocks: dict[CacheGroup, int] = {"swa": BLOCKS, "compressed": BLOCKS, "c4_state": BLOCKS, "c128_state": BLOCKS}
     bind_caches(stack, allocate_caches(config, blocks, device=torch.device(device)))
@@ -31,12 +47,11 @@ def stack_and_inputs(
         return stack, (torch.zeros(tokens, dtype=torch.long), torch.arange(tokens), first_step(tokens))
 
 
-def tiny_config(layers: int) -> DeepseekV4Config:
-    """Two C128A layers, then C4A and C128A in turn."""
-    ratios = [128, 128, *([4, 128] * layers)][:layers]
+def tiny_config(ratios: Sequence[int]) -> DeepseekV4Config:
+    """Small sizes; one layer for each ratio."""
     return DeepseekV4Config(
         hidden_size=32,
-        num_hidden_layers=layers,
+        num_hidden_layers=len(ratios),
         num_attention_heads=4,
         head_dim=16,
         qk_rope_head_dim=8,
@@ -56,6 +71,17 @@ def tiny_config(layers: int) -> DeepseekV4Config:
         vocab_size=64,
         max_num_batched_tokens=256,
     )
+
+
+@cache
+def plan_of(ratios: tuple[int, ...], tokens: int, runner: str, region: str) -> Plan:
+    """The plan of a stack; kept, since tracing many layers takes long and several benchmarks read it.
+
+    Raises:
+        HazardError: the region is too narrow for the runner.
+    """
+    stack, inputs = stack_of(ratios, tokens)
+    return dsv4_compile.explain(stack, *inputs, options={"runner": runner, "region": region})
 
 
 def first_step(tokens: int) -> StepState:

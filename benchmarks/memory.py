@@ -1,87 +1,121 @@
-"""Workspace of stacks of attention layers, and what more buckets cost.
+"""Workspace of stacks of attention layers, and what more captured sizes cost.
 
-    python -m benchmarks.memory [--device cpu]
-
-First table: bytes planned, the lower bound (the most that is alive at once) and the sum if nothing were shared, for the
-sizes of the trace. Second: bytes that the engine has allocated after each captured bucket, largest bucket first.
+Planned bytes are set against the lower bound (the most that is alive at once) and against what it would be if no two
+values shared memory. Allocated bytes are counted at the engine: what it gives out to outlive captures (the arena,
+staging), and what its pools hold for temporaries inside of pieces.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import dsv4_compile
 from dsv4_compile.runtime.engine import Engine, engine_for
 
-from .attention_stack import stack_and_inputs
-from .ttft import CONFIGURATIONS
+from .attention_stack import pattern, plan_of, stack_and_inputs
+from .region import TOKENS
+from .sections import Section, Setting, Table
 
+POLICIES = (("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow"))
 BUCKETS = (64, 48, 32, 24, 16, 8, 4, 2)
+PLANNED = """
+Workspace of a stack of tiny attention layers for {tokens} tokens, in bytes. Layers share it, so it does not grow with
+their number; unshared is what it would be if no two values shared memory.
+"""
+BY_BUCKET = """
+Bytes allocated after each captured size, largest first, for {layers} layers under mrv1. The arena is made once for the
+largest. The pool holds temporaries inside of pieces: sizes share it by default, and with `pool="bucket"` each has its
+own.
+"""
 
 
-def planned(layers: int, tokens: int) -> Iterator[tuple[str, int, int, int]]:
-    """Configuration, planned, lower bound, unshared."""
-    for name, options in CONFIGURATIONS.items():
-        stack, inputs = stack_and_inputs(layers, tokens)
-        workspace = dsv4_compile.explain(stack, *inputs, options=options).workspace
-        yield name, workspace.planned, workspace.lower_bound, workspace.unshared
+class Allocations:
+    """What an engine gives out.
+
+    Attributes:
+        lasting: bytes that outlive captures.
+        pools: the pools made.
+    """
+
+    def __init__(self) -> None:
+        self.lasting = 0
+        self.pools: list[Any] = []
+
+    def pooled(self, device: torch.device) -> int:
+        """Bytes held by pools; on a CUDA device, all that torch has reserved and has not given out to tensors."""
+        if device.type == "cuda":
+            return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return sum(pool.nbytes for pool in self.pools)
 
 
 @contextmanager
-def counted_allocations(engine: Engine) -> Iterator[list[int]]:
-    """The sizes of what an engine allocates inside of the block."""
-    sizes: list[int] = []
-    allocate = engine.allocate
+def counted_allocations(engine: Engine) -> Iterator[Allocations]:
+    """What an engine gives out inside of the block."""
+    counted = Allocations()
+    allocate: Callable[[int, torch.device], Tensor] = engine.allocate
+    make_pool: Callable[[], Any] = engine.make_pool
 
-    def counting(nbytes: int, device: torch.device) -> Tensor:
-        sizes.append(nbytes)
+    def counting_allocate(nbytes: int, device: torch.device) -> Tensor:
+        counted.lasting += nbytes
         return allocate(nbytes, device)
 
-    engine.allocate = counting  # type: ignore[method-assign]
+    def counting_make_pool() -> Any:
+        counted.pools.append(make_pool())
+        return counted.pools[-1]
+
+    engine.allocate = counting_allocate  # type: ignore[method-assign]
+    engine.make_pool = counting_make_pool  # type: ignore[method-assign]
     try:
-        yield sizes
+        yield counted
     finally:
-        del engine.allocate
+        del engine.allocate, engine.make_pool
 
 
-def allocated_by_bucket(layers: int, device: str) -> list[tuple[int, int]]:
-    """Bucket and bytes allocated so far."""
+def allocated_by_bucket(layers: int, device: str, pool: str) -> list[tuple[int, int]]:
+    """After each of `BUCKETS`: bytes that outlive captures, bytes in pools."""
     torch._dynamo.reset()
-    options: dict[str, Any] = {"runner": "mrv1", "capture_sizes": list(BUCKETS)}
+    options: dict[str, Any] = {"runner": "mrv1", "capture_sizes": list(BUCKETS), "pool": pool}
     stack, _ = stack_and_inputs(layers, 2, device)
     compiled = torch.compile(stack, backend="dsv4_piecewise", dynamic=True, options=options)
-    rows = []
-    with counted_allocations(engine_for("auto", torch.device(device))) as sizes:
+    found = []
+    place = torch.device(device)
+    with counted_allocations(engine_for("auto", place)) as counted:
         for bucket in BUCKETS:
             _, inputs = stack_and_inputs(layers, bucket, device)
             with torch.no_grad():
-                for _ in range(2):
+                for _ in range(2):  # warm-up, capture
                     compiled(*inputs)
-            rows.append((bucket, sum(sizes)))
-    return rows
+            found.append((counted.lasting, counted.pooled(place)))
+    return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[3, 61])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args(arguments)
-    print(f"{'layers':<8}{'':<14}{'planned':>12}{'lower bound':>13}{'unshared':>12}{'of the bound':>14}")
-    for layers in options.layers:
-        for name, used, bound, unshared in planned(layers, options.tokens):
-            print(f"{layers:<8}{name:<14}{used:>12}{bound:>13}{unshared:>12}{used / bound:>14.3f}")
-    print(f"\n{'bucket':<8}{'bytes allocated so far':>24}")
-    for bucket, total in allocated_by_bucket(options.layers[0], options.device):
-        print(f"{bucket:<8}{total:>24}")
+def planned_table(depths: tuple[int, ...]) -> Table:
+    """Planned bytes beside both bounds."""
+    rows = []
+    for layers in depths:
+        for policy in POLICIES:
+            space = plan_of(pattern(layers), TOKENS, *policy).workspace
+            figures = (space.planned, space.lower_bound, space.unshared)
+            ratio = f"{space.planned / space.lower_bound:.3f}"
+            rows.append((str(layers), " ".join(policy), *(str(figure) for figure in figures), ratio))
+    columns = ("layers", "", "planned", "lower bound", "unshared", "planned, of the bound")
+    return Table(columns, tuple(rows))
 
 
-if __name__ == "__main__":
-    main()
+def run(setting: Setting) -> Section:
+    """Plans of both depths; captures of the smaller one."""
+    depths = (3, 5) if setting.quick else (3, 61)
+    shared, apart = (allocated_by_bucket(depths[0], setting.device, pool) for pool in ("shared", "bucket"))
+    rows = (
+        (str(number), str(bucket), str(lasting), str(pooled), str(own_pools))
+        for number, (bucket, (lasting, pooled), (_, own_pools)) in enumerate(
+            zip(BUCKETS, shared, apart, strict=True), start=1
+        )
+    )
+    grown = Table(("sizes captured", "the last one", "arena and staging", "shared pool", "pools of each"), tuple(rows))
+    parts = (PLANNED.format(tokens=TOKENS), planned_table(depths), BY_BUCKET.format(layers=depths[0]), grown)
+    return Section(title="Memory", parts=parts)

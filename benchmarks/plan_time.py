@@ -1,14 +1,11 @@
-"""What the passes cost beside Dynamo's own tracing, on stacks of attention layers.
-
-    python -m benchmarks.plan_time [--layers 61]
+"""What each pass costs beside Dynamo's own tracing, on a stack of attention layers.
 
 Dynamo's time is what passes from the call to the first line that the compiled function runs, less the time inside the
-backend; each pass is timed in the same compilation, so both shares come from one run. Medians over the repeats.
+backend; each pass is timed in the same compilation, so all shares come from one run.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -23,15 +20,22 @@ from dsv4_compile.config import Config
 from dsv4_compile.draft import Draft
 
 from .attention_stack import stack_and_inputs
+from .compile_once import TimedBackend
+from .sections import Section, Setting, Table
+
+INTRO = """
+The passes on a stack of {layers} attention layers beside Dynamo's tracing of it ({traced:.2f} s): {share:.1%} of that
+for all passes and the plan together. Medians of {repeats} compilations in one process.
+"""
 
 
 def timed_compile(layers: int) -> dict[str, float]:
-    """Seconds of one compilation: "tracing" is Dynamo without the backend, the rest the backend's stages in order."""
+    """Seconds of one compilation: "tracing" is Dynamo without the backend, the rest the stages in order."""
     stack, inputs = stack_and_inputs(layers)
     seconds: dict[str, float] = defaultdict(float)
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        started = last = time.perf_counter()
+    def plan(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        last = time.perf_counter()
 
         def observe(stage: str, draft: Draft) -> None:
             nonlocal last
@@ -40,37 +44,25 @@ def timed_compile(layers: int) -> dict[str, float]:
             last = now
 
         plan_graph(gm, example_inputs, Config(), observe)
-        seconds["backend"] = time.perf_counter() - started
+        seconds["make_plan"] = time.perf_counter() - last
+        return gm.forward
 
-        def compiled(*args: Any) -> Any:
-            seconds["called"] = time.perf_counter()
-            return gm.forward(*args)
-
-        return compiled
-
+    backend = TimedBackend(plan)
     torch._dynamo.reset()
     started = time.perf_counter()
     with torch.no_grad():
         torch.compile(stack, backend=backend, dynamic=True)(*inputs)
-    return {"tracing": seconds.pop("called") - started - seconds["backend"], **seconds}
+    assert backend.called is not None
+    return {"tracing": backend.called - started - backend.seconds, **seconds}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args(arguments)
-    runs = [timed_compile(options.layers) for _ in range(options.repeats)]
+def run(setting: Setting) -> Section:
+    """Time every stage."""
+    layers, repeats = (2, 1) if setting.quick else (61, 3)
+    runs = [timed_compile(layers) for _ in range(repeats)]
     medians = {stage: statistics.median(run[stage] for run in runs) for stage in runs[0]}
-    traced = medians["tracing"]
-    print(f"{options.layers} layers, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"{'stage':<20}{'seconds':>10}{'of tracing':>12}")
-    for stage, seconds in medians.items():
-        print(f"{stage:<20}{seconds:>10.3f}{seconds / traced:>11.1%}")
-    both = medians["infer_effects"] + medians["choose_regions"]
-    print(f"infer_effects + choose_regions: {both / traced:.1%} of tracing")
-
-
-if __name__ == "__main__":
-    main()
+    traced = medians.pop("tracing")
+    rows = tuple((stage, f"{seconds * 1e3:.0f}", f"{seconds / traced:.1%}") for stage, seconds in medians.items())
+    share = sum(medians.values()) / traced
+    intro = INTRO.format(layers=layers, traced=traced, share=share, repeats=repeats)
+    return Section(title="Passes", parts=(intro, Table(("stage", "ms", "of tracing"), rows)))

@@ -1,86 +1,90 @@
-"""Time of one prefill step of a stack of attention layers, under each configuration.
+"""Time to the first token of a short prompt: one prefill step of the serving example's model, by configuration.
 
-    python -m benchmarks.ttft [--layers 61] [--tokens 32] [--device cpu]
-
-A step has new input tensors, as a server has; under mrv1 its step state is new too, under mrv2 it stays where it is.
-The table has the eager launches per step beside the time: every one of them is launched by hand. On a CPU the kernels
-are plain torch and dominate, so the ratios there say little about a GPU.
+The model is a small random DeepSeek V4 of transformers with our attention, served by our runners; a time runs from a
+request's arrival to its sampled token on the host.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-import dsv4_compile
-from dsv4_compile.models.deepseek_v4 import StepState
+from dsv4_compile.integrations.transformers import swap_attention
+from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2
 
-from .attention_stack import mark_request_dims, stack_and_inputs
-from .dispatch import measure
+from .sections import Section, Setting, Table
+from .settled import launches_of_a_replay, measure_settled
 
-CONFIGURATIONS = {
-    "mrv1 wide": {"runner": "mrv1", "region": "wide"},
-    "mrv1 minimal": {"runner": "mrv1", "region": "minimal"},
-    "mrv2 narrow": {"runner": "mrv2", "region": "narrow"},
-}
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
+from _serving import random_model
 
-def steps(layers: int, tokens: int, device: str) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """What is compared, and the eager op launches that a step of each makes."""
-    stack, (ids, positions, step) = stack_and_inputs(layers, tokens, device)
-    rows: dict[str, Callable[[], object]] = {"eager": lambda: stack(ids.clone(), positions.clone(), step)}
-    launches: dict[str, int] = {}
-    for name, options in CONFIGURATIONS.items():
-        torch._dynamo.reset()
-        compiled = torch.compile(stack, backend="dsv4_piecewise", dynamic=True, options=dict[str, Any](options))
-        rows[name] = one_step(compiled, ids, positions, step, renews=options["runner"] == "mrv1")
-        with torch.no_grad():
-            for _ in range(2):  # warm-up, capture
-                rows[name]()
-            before = dsv4_compile.counters.eager_op_calls
-            rows[name]()
-            launches[name] = dsv4_compile.counters.eager_op_calls - before
-    return rows, launches
+RUNNERS: dict[str, type[ModelRunner]] = {"mrv1": ModelRunnerV1, "mrv2": ModelRunnerV2}
+CONFIGURATIONS = (("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow"))
+PROMPT, BUCKET = 12, 16
+INTRO = """
+From a request of {prompt} tokens to its first token: one prefill step, padded to {bucket} tokens, of the serving
+example's model (a DeepSeek V4 of transformers with {layers} small layers and our attention), the runner's own work
+included. Every configuration gives the same token.
+"""
 
 
-def one_step(
-    compiled: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor, step: StepState, *, renews: bool
-) -> Callable[[], object]:
-    """A call with new inputs; with new step state too if the runner renews it."""
-    fields = [field.name for field in dataclasses.fields(step)]
-    if not renews:
-        for field in fields:
-            torch._dynamo.mark_static_address(getattr(step, field))
-
-    def run() -> object:
-        state = step
-        if renews:
-            state = mark_request_dims(StepState(**{field: getattr(step, field).clone() for field in fields}))
-        return compiled(ids.clone(), positions.clone(), state)
-
-    return run
+def first_token(runner: ModelRunner) -> int:
+    """Let a request arrive, run its prefill, return its only token."""
+    request = runner.add_request(list(range(PROMPT)), max_new_tokens=1)
+    return runner.step().new_tokens[request]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=4.0, help="measuring time of each row")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args(arguments)
-    rows, launches = steps(options.layers, options.tokens, options.device)
-    medians = measure(rows, options.seconds)
-    print(f"{options.layers} layers, prefill of {options.tokens} tokens, {options.device}, torch {torch.__version__}")
-    print(f"{'':<14}{'ms a step':>10}{'of eager':>10}{'eager op calls':>16}")
-    for name, seconds in medians.items():
-        calls = launches.get(name, "all")
-        print(f"{name:<14}{seconds * 1e3:>10.2f}{seconds / medians['eager']:>10.2f}{calls:>16}")
+def make_runner(layers: int, device: str, runner: str, options: dict[str, Any] | None) -> ModelRunner:
+    """A runner for a model of its own with the same weights as all others; compiled if there are options."""
+    original = random_model(layers).eval().to(device)
+    original.set_experts_implementation("batched_mm")  # the other ones read the routing back to the host
+    model = swap_attention(original, max_position_embeddings=64, max_num_batched_tokens=BUCKET)
+    call: nn.Module | Callable[..., Any] = model
+    if options is not None:
+        call = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    return RUNNERS[runner](
+        call,
+        model.config,
+        max_num_reqs=2,
+        max_num_batched_tokens=BUCKET,
+        max_model_len=64,
+        buckets=(BUCKET,),
+        attention=model,
+    )
 
 
-if __name__ == "__main__":
-    main()
+def steps(layers: int, device: str) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+    """What is timed, and the launches by hand in a captured step."""
+    eager = make_runner(layers, device, "mrv1", None)
+    expected = first_token(eager)
+    rows: dict[str, Callable[[], object]] = {"eager": partial(first_token, eager)}
+    counted: dict[str, int] = {}
+    for name, region in CONFIGURATIONS:
+        runner = make_runner(layers, device, name, {"runner": name, "region": region})
+        step = partial(first_token, runner)
+        counted[f"{name} {region}"] = launches_of_a_replay(step)
+        token = step()
+        assert token == expected, f"{name} {region}: token {token}, not {expected}"
+        rows[f"{name} {region}"] = step
+    return rows, counted
+
+
+def run(setting: Setting) -> Section:
+    """Measure the four configurations."""
+    layers, seconds = (3, 0.05) if setting.quick else (4, 2.0)
+    rows, counted = steps(layers, setting.device)
+    medians = measure_settled(rows, seconds)
+    lines = tuple(
+        (name, f"{s * 1e3:.2f}", f"{s / medians['eager']:.2f}", str(counted.get(name, "all")))
+        for name, s in medians.items()
+    )
+    table = Table(("", "ms to the first token", "of eager", "launches by hand"), lines)
+    intro = INTRO.format(prompt=PROMPT, bucket=BUCKET, layers=layers)
+    return Section(title="Time to first token", parts=(intro, table))

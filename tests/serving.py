@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,11 +50,23 @@ class Served:
     Args:
         setup: a key of `SETUPS`.
         dtype: of the weights and caches.
+        compiler_options: more options of the backend.
+        tolerance: how far logits and caches may be off, absolutely; 0 asks for the same bits.
         runner_options: as of `ModelRunner`.
     """
 
-    def __init__(self, setup: str, dtype: torch.dtype = torch.float32, **runner_options: Any) -> None:
-        self.runner_type, self.options = SETUPS[setup]
+    def __init__(
+        self,
+        setup: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        compiler_options: Mapping[str, Any] = MappingProxyType({}),
+        tolerance: float = 0.0,
+        **runner_options: Any,
+    ) -> None:
+        self.runner_type, options = SETUPS[setup]
+        self.options = {**options, **compiler_options}
+        self.tolerance = tolerance
         stacks = [AttentionStack(CONFIG, seed=3).to(dtype) for _ in range(2)]
         self.stack = stacks[0]
         self.compiled = compile_host(self.stack, **self.options)
@@ -81,11 +94,15 @@ class Served:
             runner.add_request(prompt, max_new_tokens)
 
     def step(self) -> StepResult:
-        """One step of both; the logits are equal bit for bit, padding included, and so are the tokens."""
+        """One step of both; the logits are equal within the tolerance, padding included, and so are the tokens."""
         result, wanted = (runner.step() for runner in self.runners)
-        assert torch.equal(self.models[0].logits, self.models[1].logits), self.models[0].sizes
+        self._compare(*(model.logits for model in self.models), f"logits of call {self.models[0].sizes}")
         assert result == wanted
         return result
+
+    def _compare(self, ours: Tensor, theirs: Tensor, what: str) -> None:
+        tolerance = self.tolerance if ours.is_floating_point() else 0
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, equal_nan=True, msg=what)
 
     def finish(self) -> None:
         """Step until no request is left, and compare the caches."""
@@ -95,7 +112,7 @@ class Served:
 
     def compare_caches(self) -> None:
         for (name, ours), theirs in zip(self.models[0].named_buffers(), self.models[1].buffers(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=name)
+            self._compare(ours, theirs, name)
 
     def forget(self) -> None:
         """Let go of the last logits."""

@@ -131,9 +131,8 @@ def plan_from_json(text: str) -> Plan:
 
 def _unit(raw: Any) -> PlanUnit:
     fields = _fields(PlanUnit, raw)
-    values = {name: _records(PlanValue, fields[name]) for name in ("takes", "gives")}
-    ops, parts = _records(PlanOp, fields["ops"]), _records(PlanPart, fields["parts"])
-    return PlanUnit(**{**fields, **values, "ops": ops, "parts": parts})
+    records = {"ops": PlanOp, "takes": PlanValue, "gives": PlanValue, "parts": PlanPart}
+    return PlanUnit(**{**fields, **{name: _records(record, fields[name]) for name, record in records.items()}})
 
 
 def _workspace(raw: Any) -> PlanWorkspace:

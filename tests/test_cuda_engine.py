@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine_examples import EXAMPLES
+from engine_lanes import EXAMPLES as LANES
 from engine_surroundings import EXAMPLES as SURROUNDINGS
 
 from dsv4_compile.runtime.engine import engine_for
@@ -13,7 +14,7 @@ pytestmark = [
 ]
 
 
-RULES = EXAMPLES | SURROUNDINGS
+RULES = EXAMPLES | SURROUNDINGS | LANES
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from engine_examples import EXAMPLES
+from engine_lanes import EXAMPLES as LANES
 from engine_surroundings import EXAMPLES as SURROUNDINGS
 
 from dsv4_compile.errors import CaptureError, OptionError
@@ -14,7 +15,7 @@ from dsv4_compile.runtime.engine import engine_for
 from dsv4_compile.runtime.host import HostEngine
 from dsv4_compile.runtime.host_pool import Block
 
-RULES = EXAMPLES | SURROUNDINGS
+RULES = EXAMPLES | SURROUNDINGS | LANES
 ENGINE = HostEngine()
 
 

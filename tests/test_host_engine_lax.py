@@ -10,9 +10,10 @@ import gc
 import pytest
 import torch
 from engine_examples import EXAMPLES
+from engine_lanes import EXAMPLES as LANES
 from engine_surroundings import EXAMPLES as SURROUNDINGS
 
-from dsv4_compile.errors import CaptureError
+from dsv4_compile.errors import CaptureError, LaneRaceError
 from dsv4_compile.runtime import capture_state, host
 from dsv4_compile.runtime.engine import Recording
 from dsv4_compile.runtime.host import HostEngine
@@ -21,7 +22,7 @@ from dsv4_compile.runtime.host_ops import Kind
 from dsv4_compile.runtime.host_pool import HostPool
 from dsv4_compile.runtime.host_recorder import Recorder
 
-RULES = EXAMPLES | SURROUNDINGS
+RULES = EXAMPLES | SURROUNDINGS | LANES
 LAX = []
 
 
@@ -37,8 +38,27 @@ def lacks(*rules):
 
 @pytest.mark.parametrize(("engine_class", "rule"), LAX)
 def test_a_lax_engine_fails_the_example(engine_class, rule):
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, LaneRaceError)):
         RULES[rule](engine_class())
+
+
+class OneBlockForAllLanes(HostPool):
+    def take(self, nbytes, lane=0):
+        return super().take(nbytes)
+
+
+@lacks("a_lane_does_not_get_memory_that_another_lane_still_uses")
+class LanesShareMemory(HostEngine):
+    """The race checker sees it, too."""
+
+    def make_pool(self):
+        return OneBlockForAllLanes()
+
+
+@lacks("lanes_are_offered_to_a_capture_that_asks_for_them_and_to_nobody_else")
+class OffersNoLanes(HostEngine):
+    def capture(self, run, pool, *, name, lanes=0):
+        return super().capture(run, pool, name=name)
 
 
 class LaxRecorder(HostEngine):
@@ -57,7 +77,7 @@ class LaxRecorder(HostEngine):
     "recording_draws_no_random_numbers",
 )
 class RunsAtCapture(HostEngine):
-    def capture(self, run, pool, *, name):
+    def capture(self, run, pool, *, name, lanes=0):
         recorder = self.make_recorder(pool, name)
         recorder.run(run)
         graph = Recording(name, recorder.finish(), recorder.used_blocks())
@@ -75,7 +95,7 @@ class RunsAtCapture(HostEngine):
     "a_tensor_that_moves_is_not_followed",
 )
 class RunsPythonAtReplay(HostEngine):
-    def capture(self, run, pool, *, name):
+    def capture(self, run, pool, *, name, lanes=0):
         super().capture(run, pool, name=name)
         return Recording(name, [run], [])
 

@@ -73,7 +73,7 @@ class Engine(Protocol):
 
         Args:
             run: takes and returns nothing.
-            lanes: how many side lanes `run` may use, which are then offered by `capture_state.current_lanes`.
+            lanes: how many side lanes `capture` will offer; an engine may offer them here already.
         """
 
     def capture(self, run: Callable[[], None], pool: Any, *, name: str, lanes: int = 0) -> Captured:
@@ -83,7 +83,7 @@ class Engine(Protocol):
             run: takes and returns nothing; writes its results into tensors that the caller owns.
             pool: from `make_pool`.
             name: what is recorded, for errors: "piece_3 of bucket (16,)".
-            lanes: as for `warm_up`.
+            lanes: how many side lanes `capture_state.current_lanes` offers to `run`.
 
         Raises:
             CaptureError: `run` does something that a graph cannot hold, or this thread is recording already.

@@ -71,6 +71,25 @@ class LaxRecorder(HostEngine):
 
 
 @lacks(
+    "a_replay_runs_the_work_of_all_lanes",
+    "the_next_graph_sees_the_work_of_all_lanes",
+    "two_graphs_use_the_same_lanes",
+)
+class ForgetsSideLanes(LaxRecorder):
+    class recorder_class(Recorder):  # noqa: N801
+        def _add(self, launch):
+            if self.lanes.current == 0:
+                super()._add(launch)
+
+
+@lacks("a_warm_up_on_lanes_runs_the_work")
+class WarmsUpOnlyInOrder(HostEngine):
+    def warm_up(self, run, *, lanes=0):
+        if not lanes:
+            run()
+
+
+@lacks(
     "no_kernel_runs_at_capture",
     "a_value_is_not_there_before_the_replay",
     "a_mutation_happens_once_per_replay",

@@ -70,7 +70,7 @@ def the_next_graph_sees_the_work_of_all_lanes(engine):
         side.copy_(value[0, :2] * x)
 
     def run():
-        branch_and_join([lambda side=side: slowly_fill(side) for side in sides], lambda: None)
+        branch_and_join([lambda side=side: slowly_fill(side) for side in sides], out.zero_)
 
     pool = engine.make_pool()
     first = capture_on_lanes(engine, run, pool)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import toy_ops  # noqa: F401  defines the ops
+from layer_plans import layer_plan
 from torch import Tensor
 
 from dsv4_compile.inspect.cli import main
@@ -197,6 +198,19 @@ def test_passes_say_what_they_are_for_and_what_they_changed(dump: Path) -> None:
     assert "resolve_targets9 nodes (-2), changed" in page.by_id("graph_0")
     assert any("toy.fresh" in text for _, text in page.of_class("minus"))
     assert any("toy.stale" in text for _, text in page.of_class("plus"))
+
+
+def test_parts_and_lanes_of_a_compiled_piece() -> None:
+    graph = graph_of(layer_plan(4, "narrow", piece_compiler="aot_eager", aux_streams=3))
+    page = Page(render_report([graph]))
+    piece = page.by_id("graph_0-piece_0")
+    assert "It runs on 4 lanes." in piece
+    assert "left alone: calls dsv4::fused_q_kv_rmsnorm" in piece
+    assert "compiled by aot_eager" in piece
+    details = [attrs["title"] for attrs, _ in page.of_class("cell")]
+    lanes = [detail.partition("lane ")[2][:1] for detail in details if "lane " in detail]
+    assert {lane: lanes.count(lane) for lane in "123"} == {"1": 3, "2": 2, "3": 2}
+    assert plan_from_json(graph.plan.to_json()) == graph.plan
 
 
 def test_hostile_names_stay_text() -> None:

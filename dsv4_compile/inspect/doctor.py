@@ -148,4 +148,3 @@ def failed_trial(device: str) -> str | None:
 
 def _trial(x: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x + 1, x) * 2
-

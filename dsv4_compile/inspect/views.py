@@ -108,7 +108,7 @@ def _ops_by_layer(plan: Plan) -> Iterator[tuple[str, PlanUnit, PlanOp]]:
 
 
 def _cell(op: PlanOp, *, eager: bool) -> Cell:
-    fate = f"eager, because: {op.reason}" if eager else "captured"
+    fate = f"eager, because: {op.reason}" if eager else f"captured{f', lane {op.lane}' if op.lane else ''}"
     detail = f"{op.op} — {fate} — {short_line(op.line)}" if op.line else f"{op.op} — {fate}"
     return Cell(label=op.op.partition("[")[0].rpartition("::")[2], detail=detail, eager=eager)
 

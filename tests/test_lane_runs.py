@@ -285,6 +285,17 @@ def test_an_op_that_fails_on_a_side_lane_leaves_no_half_made_bucket(
                 monkeypatch.setattr(Probe, "called", fail_once)
 
 
+def test_a_number_that_changes_is_no_matter_for_lanes_alone() -> None:
+    def scaled(x: Tensor, scale: float) -> Tensor:
+        return (x @ x * scale) @ (x @ x.T)
+
+    with on_lanes((0, 1, 1, 0)), dsv4_compile.counters.expect(uncompiled_pieces=0):
+        compiled = torch.compile(scaled, backend="dsv4_piecewise", dynamic=True, options=OPTIONS)
+        x = torch.randn(4, 4)
+        for scale in (0.5, 0.25) * 3:
+            torch.testing.assert_close(compiled(x, scale), scaled(x, scale))
+
+
 def call_twice(model: Any, calls: Sequence[Sequence[Tensor]], **options: Any) -> None:
     """Compare with eager on copies, four times per set of arguments, whose tensors share memory as they do."""
     compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options={**OPTIONS, **options})

@@ -200,7 +200,7 @@ class Pieces:
         self._eager: Mapping[str, PieceFunction] = {name: eager[original] for name, original in originals.items()}
         self._best: Mapping[str, PieceFunction] = {name: best[original] for name, original in originals.items()}
         self._aliasing = Aliasing(draft, example_inputs)
-        self._numbers = draft.scalars()
+        self._numbers = draft.scalars() if self.are_compiled else {}
         self._positions = {graph_input.node: place for place, graph_input in enumerate(draft.inputs)}
         self._takers = {
             number: [name for name, unit in pieces.items() if number in unit.inputs] for number in self._numbers

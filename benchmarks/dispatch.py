@@ -102,7 +102,7 @@ def measure_vllm(python: Path, layers: int, seconds: float) -> dict[str, Any]:
 def run(setting: Setting) -> Section:
     """Measure all of them."""
     layers, seconds = (2, 0.05) if setting.quick else (61, 2.0)
-    medians = measure_settled(steps(layers, setting.device), seconds)
+    medians = measure_settled(steps(layers, setting.device), seconds, setting.device)
     rows = [(name, f"{s * 1e6:.0f}", *_ratios(s, medians["floor"], medians["eager"])) for name, s in medians.items()]
     note = NO_VLLM
     if setting.vllm_python is not None:

@@ -100,7 +100,7 @@ def run(setting: Setting) -> Section:
     """Count on the whole stack, time on a smaller one."""
     deep, shallow, seconds = (3, 3, 0.05) if setting.quick else (61, 8, 2.0)
     rows, counted = steps(shallow, setting.device)
-    medians = measure_settled(rows, seconds)
+    medians = measure_settled(rows, seconds, setting.device)
     times = Table(
         ("", "ms a step", "of eager", "launches by hand"),
         tuple(_time_row(name, medians, counted) for name in medians),

@@ -22,11 +22,11 @@ def launches_of_a_replay(step: Callable[[], object]) -> int:
     return counters.eager_op_calls - before
 
 
-def measure_settled(steps: Steps, seconds: float) -> dict[str, float]:
+def measure_settled(steps: Steps, seconds: float, device: str) -> dict[str, float]:
     """As `measure`.
 
     Raises:
         AssertionError: something was compiled or captured meanwhile, so the times are not those of replays.
     """
     with counters.expect(graphs_compiled=0, captures=0, recaptures=0):
-        return measure(steps, seconds)
+        return measure(steps, seconds, device)

@@ -80,7 +80,7 @@ def run(setting: Setting) -> Section:
     """Measure the four configurations."""
     layers, seconds = (3, 0.05) if setting.quick else (4, 2.0)
     rows, counted = steps(layers, setting.device)
-    medians = measure_settled(rows, seconds)
+    medians = measure_settled(rows, seconds, setting.device)
     lines = tuple(
         (name, f"{s * 1e3:.2f}", f"{s / medians['eager']:.2f}", str(counted.get(name, "all")))
         for name, s in medians.items()

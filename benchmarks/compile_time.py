@@ -21,12 +21,12 @@ from .sections import Section, Setting, Table
 
 ROOT = Path(__file__).parent.parent
 INTRO = """
-Seconds from the first call to a compiled model on the CPU, Inductor inside of each, each in a process of its own: cold
-with an empty cache on disk, warm in a second process with the cache that the first one left. The attention stack has
-C128A and C4A layers in turn; the toy is that of benchmarks/toy.py. Tracing is Dynamo's own share, the same for all;
-beyond it is what the backend takes. Without reuse every piece goes to Inductor, which then finds equal ones in its own
-cache. Left out: imports, what Inductor does once (looking at the C++ compiler, a precompiled header), and the second
-call, in which a bucket is captured. Each figure is one compilation.
+Seconds of processor time (the C++ compiler's included) from the first call to a compiled model on the CPU, Inductor
+inside of each, each in a process of its own: cold with an empty cache on disk, warm in a second process with the cache
+that the first one left. The attention stack has C128A and C4A layers in turn; the toy is that of benchmarks/toy.py.
+Tracing is Dynamo's own share, the same for all; beyond it is what the backend takes. Without reuse every piece goes to
+Inductor, which then finds equal ones in its own cache. Left out: imports, what Inductor does once (looking at the C++
+compiler, a precompiled header), and the second call, in which a bucket is captured. Each figure is one compilation.
 """
 AIMS = """
 Ratios of {deep} layers beside the aims. "In all" has Dynamo's tracing in it, which no backend can shorten.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks import __main__ as runner
 from benchmarks import compile_once, compile_time, device_check, dispatch, import_time, memory, plan_time, region, ttft
 from benchmarks.compile_time import Case
 from benchmarks.sections import Section, Setting, Table
+from benchmarks.settled import measure_settled
 
 QUICK = Setting(quick=True)
 
@@ -118,6 +120,12 @@ def test_compile_time_sets_figures_against_the_aims() -> None:
     assert times.rows[1] == ("toy", "61", "cold", compile_once.OURS, "5.00", "3.00", "0.10", "0.23")
     assert aims.rows == (("toy", "cold", "1.50", "0.23", "0.10", "2.00"),)  # 3 / 2, 8 / 35, 3 / 30, 6 / 3
     assert shares.rows[1] == ("toy", "61", "cold", "0.50", "1.00", "1.50", "0.25")
+
+
+def test_times_of_steps_that_still_compile_are_refused() -> None:
+    step = torch.compile(lambda x: x + 1, backend="dsv4_piecewise")
+    with pytest.raises(AssertionError, match="'graphs_compiled': 1"):
+        measure_settled({"fresh": partial(step, torch.ones(2))}, 0.01, "cpu")
 
 
 def test_plan_time() -> None:

@@ -9,6 +9,11 @@ so a changed one gives the wrong numbers in the next process. And an op that is 
 op by op, which a compiled function around it would hide. Nothing is lost: no compiler fuses across an op it cannot see
 into. Random draws are cut out likewise: a compiler leaves out those that nothing takes, and all later numbers differ.
 
+A part also ends before an op that writes memory from outside of it which the part has read: in `t = x.clone();
+x.add_(1); return t`, Inductor takes the clone for `x` itself, which by the time that it is stored holds one more. And
+before an op that puts rows into a tensor that the part made: Inductor does so in place, though a row may be a clone of
+another one.
+
 With lanes (`assign_lanes`), a part also ends where another lane waits for it, and begins where its lane waits. So
 events are recorded behind parts and waited for before parts, and the order of the parts is one that keeps all waits.
 """
@@ -16,6 +21,7 @@ events are recorded behind parts and waited for before parts, and the order of t
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -31,6 +37,9 @@ from ..reasons import custom_ops, graph_device
 from .assign_lanes import order_of
 from .find_copies import piece_key
 from .partition_graph import Run, build_units, shared_allocations
+
+Pair = tuple[int, int]
+_PUTS = ("index_put", "index_add", "index_copy", "put")
 
 
 def cut_pieces(draft: Draft, *, config: Config) -> Draft:
@@ -80,7 +89,8 @@ def _cut(draft: Draft, piece: Unit, *, compiles: bool) -> tuple[Part, ...]:
     lanes = [draft.lanes.get(node, 0) for node in piece.nodes]
     events = events_of(order_of(piece.nodes, draft.effects), lanes)
     opaque = [compiles and why_opaque(draft, node) is not None for node in piece.nodes]
-    runs = list(_runs(opaque, lanes, events))
+    overwritten = _overwritten(draft, piece.nodes) if compiles else [() for _ in piece.nodes]
+    runs = list(_runs(opaque, lanes, events, overwritten))
     place = {op: index for index, run in enumerate(runs) for op in run} | {START: START}
     units = _units(draft, piece, runs)
     tied = _why_tied(draft, piece, units)
@@ -101,14 +111,42 @@ def _cut(draft: Draft, piece: Unit, *, compiles: bool) -> tuple[Part, ...]:
     )
 
 
-def _runs(opaque: Sequence[bool], lanes: Sequence[int], events: Events) -> Iterator[list[int]]:
+def _overwritten(draft: Draft, nodes: Sequence[fx.Node]) -> list[Sequence[Pair]]:
+    """For each node, places of nodes before it that it may not share a part with, unless that also has another place.
+
+    The former read, or made, what it overwrites; the latter made it (-1: whoever made it, it is no excuse).
+    """
+    made: dict[int, int] = {}
+    readers: defaultdict[int, list[int]] = defaultdict(list)
+    found: list[Sequence[Pair]] = []
+    for place, node in enumerate(nodes):
+        effects = draft.effects[node]
+        pairs = [(reader, made.get(old, -1)) for old in effects.writes for reader in readers[old]]
+        if any(op.partition("::")[2].partition(".")[0].rstrip("_") in _PUTS for op in effects.ops):
+            pairs += [(user, -1) for old in effects.reads for user in (*readers[old], made.get(old, -1))]
+        found.append(pairs)
+        for storage in effects.reads - effects.writes:
+            readers[storage].append(place)
+        for meta in pytree.tree_leaves(effects.result):
+            if isinstance(meta, TensorMeta) and meta.storage not in effects.reads | effects.writes:
+                made.setdefault(meta.storage, place)
+    return found
+
+
+def _runs(
+    opaque: Sequence[bool], lanes: Sequence[int], events: Events, overwritten: Sequence[Sequence[Pair]]
+) -> Iterator[list[int]]:
     """Places of the nodes of each part, ordered by their first."""
     awaited = {op for waits in events.waits for op in waits}
     runs: list[list[int]] = []
     open_run: dict[int, list[int]] = {}
     for op, lane in enumerate(lanes):
-        run = open_run.get(lane)
-        if run is None or events.waits[op] or run[-1] in awaited or opaque[run[-1]] != opaque[op]:
+        run = open_run.get(lane, [])
+        if not run or events.waits[op] or run[-1] in awaited or opaque[run[-1]] != opaque[op]:
+            starts = True
+        else:
+            starts = not opaque[op] and any(user in run and maker not in run for user, maker in overwritten[op])
+        if starts:
             run = open_run[lane] = []
             runs.append(run)
         run.append(op)

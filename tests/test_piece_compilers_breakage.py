@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -76,3 +77,83 @@ def test_a_piece_that_nothing_takes_is_no_empty_capture(compiler: str) -> None:
     compiled = compiled_with(compiler, model)
     for _ in range(3):
         compare(model, compiled, rows(5))
+
+
+def kept_clone(x: Tensor) -> Tensor:
+    t = x.clone()
+    x.add_(1)
+    return toy.fresh(t)
+
+
+def swapped(x: Tensor, y: Tensor) -> Tensor:
+    t = x.clone()
+    x.copy_(y)
+    y.copy_(t)
+    return x + 1
+
+
+def kept_conversion(x: Tensor) -> tuple[Tensor, Tensor]:
+    t, u = x.double().float(), x[1:].t().clone()
+    x.zero_()
+    return toy.fresh(t), u
+
+
+def kept_of_an_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    h = toy.fresh(x * 2)
+    t = h.clone()
+    h.add_(1)
+    return t, h
+
+
+def added_rows(x: Tensor) -> Tensor:
+    h = x * 1
+    return h.index_add(0, torch.tensor([1, 0, 1]), h[:3])
+
+
+def put_rows(x: Tensor) -> Tensor:
+    h = x * 1
+    h[torch.tensor([1, 0, 2])] = h[:3].clone()
+    return toy.fresh(h)
+
+
+def copied_rows(x: Tensor) -> Tensor:
+    h = x * 1
+    return h.index_copy(0, torch.tensor([1, 0, 2]), h[:3].clone())
+
+
+def put_elements(x: Tensor) -> Tensor:
+    h = x * 1
+    return h.put(torch.tensor([3, 0, 2, 1]), h[0].clone(), accumulate=True)
+
+
+OVERWRITERS = [
+    kept_clone,
+    swapped,
+    kept_conversion,
+    kept_of_an_activation,
+    added_rows,
+    put_rows,
+    copied_rows,
+    put_elements,
+]
+
+
+@every_compiler
+@pytest.mark.parametrize("model", OVERWRITERS)
+def test_a_value_is_what_it_was_before_its_source_was_overwritten(compiler: str, model: Any) -> None:
+    compiled = compiled_with(compiler, model)
+    arguments = model.__code__.co_argcount
+    for _ in range(3):
+        compare(model, compiled, *[rows(5) for _ in range(arguments)])
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("model", [kept_clone, put_rows])
+def test_without_the_cut_inductor_takes_the_overwritten_value(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should this one fail, Inductor has been repaired and the cut may be given up."""
+    cutting = importlib.import_module("dsv4_compile.passes.cut_pieces")  # the package has a function of that name
+    monkeypatch.setattr(cutting, "_overwritten", lambda draft, nodes: [()] * len(nodes))
+    x = rows(5)
+    expected = model(x.clone())
+    with torch.no_grad():
+        assert not torch.allclose(compiled_with("inductor", model, engine="off")(x), expected)

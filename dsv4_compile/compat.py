@@ -192,6 +192,13 @@ def upper_bound(expr: sympy.Expr) -> int | None:
     return int(upper) if upper.is_Integer and upper < torch.iinfo(torch.int32).max else None
 
 
+def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """A graph as a module whose Python is written when it is first called; most of ours never are."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name=name)
+
+
 def trace_fakes() -> Any:
     """The fake mode of the current trace."""
     mode = torch._guards.TracingContext.get().fake_mode
@@ -237,8 +244,9 @@ def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[
     """Compile a graph for the size symbols of the current trace."""
     import torch._inductor.config
 
-    # random kernels draw what eager ones do; an engine of ours captures, so Inductor must not
-    choices = {"fallback_random": True, "triton.cudagraphs": False}
+    # random kernels draw what eager ones do; an engine of ours captures, so Inductor must not; layouts are checked where
+    # they come from: Dynamo guards those of inputs, `check_layout` those of ops, and slots are as planned
+    choices = {"fallback_random": True, "triton.cudagraphs": False, "size_asserts": False}
     with torch._inductor.config.patch(choices):
         return torch._inductor.standalone_compile(gm, list(fakes), dynamic_shapes="from_tracing_context")
 

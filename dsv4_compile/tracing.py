@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .compat import expr_of, is_float_argument, is_static_input, source_of
+from .compat import expr_of, is_float_argument, is_static_input, module_of, source_of
 from .draft import Draft, GraphInput, Provenance
 from .errors import TrainingError, UnsupportedInputError
 from .ops.registry import RegisteredOp
@@ -74,7 +74,7 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, {})
     graph.output(output)
-    return fx.GraphModule(gm, graph)
+    return module_of(gm, graph)
 
 
 def _provenance(example: Any) -> Provenance:

@@ -19,7 +19,7 @@ from typing import Literal
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, expr_of
+from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, expr_of, module_of
 from ..draft import Draft, TensorMeta, Unit
 from .scope_modes import autocast_of
 
@@ -150,7 +150,7 @@ def _build_unit(
         graph.output(fx.map_arg(draft.gm.graph.output_node().args[0], lambda arg: env[arg]))
     else:
         graph.output(tuple(env[node] for node in outputs))
-    gm = fx.GraphModule(draft.gm, graph, class_name=name)
+    gm = module_of(draft.gm, graph, name)
     body = tuple(closure.local)
     return Unit(kind=kind, name=name, nodes=nodes, body=body, gm=gm, inputs=tuple(inputs), outputs=tuple(outputs))
 

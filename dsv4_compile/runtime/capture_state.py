@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_capture_lock = threading.Lock()
+# Held again by the thread that holds it: an op of a piece that warms up may call a compiled function of its own.
+_capture_lock = threading.RLock()
 
 
 class OpaqueRecorder(Protocol):

@@ -16,6 +16,7 @@ from ..compat import is_profiling
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
 from ..reasons import has_unknown_size, is_custom
+from .capture_state import offering
 from .check_results import check_layout, has_strides_of
 from .modes import restored_modes
 from .pieces import Pieces
@@ -71,7 +72,8 @@ class UncapturedCallable:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
         profiled = is_profiling()
         restored = restored_inputs(self._draft, args) if is_restoring() else nullcontext()
-        with restored_modes(), restored:
+        # lanes are those of a piece that is recorded around this call, of whose lane 0 this call knows nothing
+        with restored_modes(), restored, offering(None):
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
             sizes = self._prepare(values)
             pieces = self._pieces.for_call(args)

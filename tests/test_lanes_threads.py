@@ -1,0 +1,225 @@
+"""Lanes and compiled parts while other things go on: nested calls, threads, resets, collections, moved weights."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from case_helpers import rows
+from runtime_helpers import Allocations, Probe, compile_host, entries, live_bytes, the_owner
+from runtime_helpers import allocations as allocations  # a fixture
+from test_lane_runs import on_lanes, replays_in_order
+from test_parts_faults import PARTED
+from torch import Tensor, nn
+
+import dsv4_compile
+from dsv4_compile import counters
+from dsv4_compile.runtime.capture_state import current_lanes, no_capture_elsewhere, offering, recording
+
+probe = torch.ops.probe
+# of x @ w, shift, h @ h.T, mul, store
+LANES = (0, 1, 2, 0, 3)
+
+
+class Branches(nn.Module):
+    """Three branches from one product; one calls an op with a body, another writes a cache."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.w = nn.Parameter(torch.randn(4, 4, generator=generator), requires_grad=False)
+        self.register_buffer("cache", torch.zeros(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.w
+        a = probe.shift(h)
+        b = h @ h.T
+        c = h * 2
+        probe.store(c, self.cache)
+        result: Tensor = probe.give(b @ a + c) + self.w.sum()
+        return result
+
+
+def compiled_on_lanes(model: nn.Module, **options: Any) -> Any:
+    """Compiled with a first call, so that its lanes are settled."""
+    with on_lanes(LANES), torch.no_grad():
+        compiled = compile_host(model, **{**PARTED, **options})
+        compiled(rows(5))
+    return compiled
+
+
+def check_calls(compiled: Any, model: Branches, sizes: tuple[int, ...]) -> None:
+    """Results are those of eager; the cache is another matter, since it is read by nothing."""
+    for n in sizes:
+        x = rows(n)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Lets the body of `shift`, which runs on a side lane, do something once: while it is recorded."""
+    todo: list[Callable[[], object]] = []
+
+    def called(op: str) -> None:
+        if op == "shift" and current_lanes() is not None and todo:
+            todo.pop()()
+
+    monkeypatch.setattr(Probe, "called", staticmethod(called))
+    yield todo.append
+    assert not todo, "nothing was recorded on lanes"
+
+
+# calls inside of calls
+
+
+class OtherLanes:
+    """Lanes of somebody else."""
+
+    def on(self, lane: int) -> AbstractContextManager[None]:
+        self.record(lane)
+
+    def record(self, lane: int) -> NoReturn:
+        raise AssertionError(f"lane {lane} of a recording around the call is taken")
+
+    def wait(self, lane: int, event: object) -> None:
+        self.record(lane)
+
+
+@pytest.mark.parametrize("engine", ["off", "host"])
+def test_a_call_inside_of_a_recording_takes_none_of_its_lanes(engine: str) -> None:
+    """They fork from a lane 0 that may be behind what the call takes, and may be fewer than it has parts for."""
+    model = Branches()
+    compiled = compiled_on_lanes(model, engine=engine)
+    with offering(OtherLanes()):
+        check_calls(compiled, model, (6,))  # as an op calls it: uncaptured, or its own warm-up
+        assert isinstance(current_lanes(), OtherLanes)
+
+
+def test_warm_ups_and_captures_inside_of_a_warm_up_do_not_wait_for_it() -> None:
+    """An op of a piece calls a compiled function of its own, while an engine keeps other captures away."""
+    reached = []
+
+    def nested() -> None:
+        with no_capture_elsewhere():
+            with no_capture_elsewhere():
+                reached.append("warm-up")
+            with recording("piece of the inner function"), no_capture_elsewhere():
+                reached.append("capture")
+
+    thread = threading.Thread(target=nested, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert reached == ["warm-up", "capture"]
+
+
+# threads
+
+
+@pytest.mark.parametrize("options", [{}, {"check": "full", "pool": "bucket", "aux_stream_max_tokens": 5}])
+def test_threads_capture_and_replay_models_of_several_lanes(options: dict[str, Any]) -> None:
+    models = [Branches(seed) for seed in range(3)]
+    with replays_in_order(3):
+        compiled = [compiled_on_lanes(model, **options) for model in models]
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [
+                pool.submit(check_calls, *pair, (5, 6, 5, 6, 5)) for pair in [*zip(compiled, models, strict=True)] * 2
+            ]
+        for job in jobs:
+            job.result()
+
+
+def test_lanes_of_one_thread_are_not_offered_to_another(inside: Callable[[Callable[[], object]], None]) -> None:
+    """A call of another thread, while this one records on a side lane, runs on its own."""
+    model, other = Branches(), Branches(2)
+    compiled, elsewhere = compiled_on_lanes(model), compiled_on_lanes(other)
+    seen = []
+
+    def call_elsewhere() -> None:
+        seen.append((current_lanes(), dsv4_compile.is_capturing()))
+        check_calls(elsewhere, other, (7,))  # its warm-up
+        check_calls(compiled, model, (5,))  # busy, so uncaptured
+
+    def call_and_wait() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call_elsewhere).result()
+
+    inside(call_and_wait)
+    check_calls(compiled, model, (5, 5, 5))
+    assert seen == [(None, False)]
+
+
+# bad moments
+
+
+@pytest.mark.parametrize("moment", [gc.collect, torch._dynamo.reset], ids=["collection", "reset"])
+def test_bad_moments_on_a_side_lane(moment: Callable[[], object], inside: Any) -> None:
+    model = Branches()
+    compiled = compiled_on_lanes(model)
+    inside(moment)
+    check_calls(compiled, model, (5, 5, 5, 6, 6, 6))
+
+
+def test_a_model_that_dies_while_another_one_records(inside: Any) -> None:
+    """What its captures held goes in the middle of a recording."""
+    model, doomed = Branches(), [Branches(2)]
+    compiled, dying = compiled_on_lanes(model), [compiled_on_lanes(doomed[0])]
+    check_calls(dying[0], doomed[0], (5, 5))
+    weight = weakref.ref(doomed[0].w)
+
+    def let_it_die() -> None:
+        doomed.clear()
+        dying.clear()
+        gc.collect()
+
+    inside(let_it_die)
+    check_calls(compiled, model, (5, 5, 5))
+    assert weight() is None
+
+
+# memory
+
+
+def test_captures_of_moved_weights_do_not_pile_up(allocations: Allocations) -> None:
+    """Temporaries live until lanes are joined, and no longer; those of a dropped recording go with it."""
+    model = Branches()
+    compiled = compiled_on_lanes(model)
+    check_calls(compiled, model, (5, 5))
+    pool, before = the_owner()._pool.nbytes, live_bytes()
+    assert pool > 0
+    with counters.expect(recaptures=6, captures=6):
+        for _ in range(6):
+            model.w.data = model.w.data.clone()
+            check_calls(compiled, model, (5, 5))
+    assert (the_owner()._pool.nbytes, live_bytes()) == (pool, before)
+    assert len(entries()) == len(allocations.alive) == 1
+    torch._dynamo.reset()
+    gc.collect()
+    assert allocations.alive == []
+
+
+def test_temporaries_are_kept_for_lanes_and_not_without() -> None:
+    """In order, the memory of a dead temporary goes to the next one; on lanes another one may still read it."""
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = x @ x
+        result: Tensor = torch.ops.toy.fresh(x)
+        return result
+
+    nbytes = {}
+    for lanes in ((), (0, 1)):
+        with on_lanes(lanes), torch.no_grad():
+            torch._dynamo.reset()
+            compiled = compile_host(chain, aux_streams=1, piece_compiler="aot_eager")
+            for _ in range(3):
+                compiled(rows(4))
+        nbytes[lanes] = the_owner()._pool.nbytes
+    assert nbytes[()] < nbytes[0, 1]

@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from .toy import SPLIT_OP, WIDTH, Toy
 
 ROOT = Path(__file__).parent.parent
 TOKENS = 4
+CAPTURED = "dsv4_piecewise, captured"
 OURS: dict[str, dict[str, Any]] = {
     "dsv4_piecewise, uncaptured": {"engine": "off"},
-    "dsv4_piecewise, captured": {},
+    CAPTURED: {},
     "dsv4_piecewise, captured, inductor": {"piece_compiler": "inductor"},
 }
 INTRO = """
@@ -47,6 +48,7 @@ taken in its own process ({eager:.0f} us a step). On a CPU it replays no graphs,
 one graph there; the piecewise backend, which it has for GPUs, was asked for here. So this compares two ways to call
 pieces that are not captured; its captured pieces need a GPU.
 """
+AIM = "Aim: no peer takes less, beside eager, than `{ours}` ({ratio:.2f}): {found}."
 NO_VLLM = "vLLM was not measured in this run: `--vllm-python` names a Python that has it."
 
 
@@ -99,19 +101,28 @@ def measure_vllm(python: Path, layers: int, seconds: float) -> dict[str, Any]:
     return found
 
 
+def verdict(of_eager: Mapping[str, float], ours: str) -> str:
+    """Whether a peer's step costs less than ours, both as ratios to their own eager step."""
+    below = [f"{name} ({ratio:.2f})" for name, ratio in of_eager.items() if ratio < of_eager[ours]]
+    return AIM.format(ours=ours, ratio=of_eager[ours], found=f"not met by {', '.join(below)}" if below else "met")
+
+
 def run(setting: Setting) -> Section:
     """Measure all of them."""
     layers, seconds = (2, 0.05) if setting.quick else (61, 2.0)
     medians = measure_settled(steps(layers, setting.device), seconds, setting.device)
     rows = [(name, f"{s * 1e6:.0f}", *_ratios(s, medians["floor"], medians["eager"])) for name, s in medians.items()]
+    of_eager = {name: medians[name] / medians["eager"] for name in ("eager", "torch.compile", CAPTURED)}
     note = NO_VLLM
     if setting.vllm_python is not None:
         vllm = measure_vllm(setting.vllm_python, layers, seconds)
         for name, s in vllm["seconds"].items():
-            rows.append((name, f"{s * 1e6:.0f}", "-", f"{s / vllm['eager']:.2f}"))
+            of_eager[name] = s / vllm["eager"]
+            rows.append((name, f"{s * 1e6:.0f}", "-", f"{of_eager[name]:.2f}"))
         note = VLLM.format(version=vllm["version"], torch=vllm["torch"], eager=vllm["eager"] * 1e6)
     table = Table(("", "us a step", "of the floor", "of eager"), tuple(rows))
-    return Section(title="Dispatch", parts=(INTRO.format(layers=layers, tokens=TOKENS), table, note))
+    parts = (INTRO.format(layers=layers, tokens=TOKENS), table, verdict(of_eager, CAPTURED), note)
+    return Section(title="Dispatch", parts=parts)
 
 
 def _ratios(seconds: float, floor: float, eager: float) -> tuple[str, str]:

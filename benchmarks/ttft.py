@@ -31,7 +31,8 @@ PROMPT, BUCKET = 12, 16
 INTRO = """
 From a request of {prompt} tokens to its first token: one prefill step, padded to {bucket} tokens, of the serving
 example's model (a DeepSeek V4 of transformers with {layers} small layers and our attention), the runner's own work
-included. Every configuration gives the same token.
+included. Every configuration gives the same token. On a CPU the host engine replays kernels one by one, so capture
+saves little there; what it leaves to launch by hand is the same on a GPU.
 """
 
 

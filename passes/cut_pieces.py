@@ -175,7 +175,7 @@ def _why_tied(draft: Draft, piece: Unit, parts: Sequence[Unit]) -> str | None:
 
 
 def _why_uncompiled(draft: Draft, unit: Unit) -> str | None:
-    opaque = next(filter(None, (why_opaque(draft, node) for node in unit.nodes)), None)
+    opaque = next(filter(None, (why_opaque(draft, node) for node in unit.body)), None)
     checks = (_why_useless, _why_entangled, _why_layered, _why_outside)
     return opaque or next(filter(None, (check(draft, unit) for check in checks)), None)
 

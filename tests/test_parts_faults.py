@@ -6,20 +6,28 @@ events, compiled functions and their launches, and the check of what lanes did.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
 import pytest
-from fault_points import Events
+import torch
+import torch._inductor.config
+from case_helpers import rows
+from fault_points import Events, InjectedError, InjectedInterrupt
 from fault_points import events as events  # a fixture
-from test_faults import PHASES, UNUSUAL, Trial, fail_at, places_of
+from runtime_helpers import compile_host
+from test_faults import PHASES, UNUSUAL, Model, Trial, fail_at, global_state, places_of
 from test_lane_runs import on_lanes
 from torch import fx
+from torch._dynamo.symbolic_convert import TensorifyState
 
 from dsv4_compile import counters
+from dsv4_compile.errors import OptionError, PieceCompileError
 from dsv4_compile.runtime import capture_state, compiled_function, host, pieces
+from dsv4_compile.runtime.aliasing import Aliasing
 from dsv4_compile.runtime.host import HostEngine
 from dsv4_compile.runtime.host_lane_log import HostLanes
 from dsv4_compile.runtime.host_launch import FunctionLaunch
@@ -104,3 +112,68 @@ def test_call_after_a_failed_one_is_right(
             for _ in range(3):
                 trial.call()
     assert trial.memory() == memory
+
+
+class Compiler:
+    """A piece compiler that fails at one of its parts."""
+
+    def __init__(self) -> None:
+        self.fails_at = 0
+        self.error: BaseException = InjectedError("compiler")
+        self.seen = 0
+
+    def __call__(self, gm: fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+        self.seen += 1
+        if self.seen - 1 == self.fails_at:
+            raise self.error
+        return gm.forward
+
+
+def surroundings_of_a_compiler() -> tuple[Any, ...]:
+    """What a compiler of parts runs in, and nothing else."""
+    return (
+        global_state(),
+        torch._guards.TracingContext.try_get(),
+        set(TensorifyState.force_specializations),
+        torch._inductor.config.get_config_copy(),
+    )
+
+
+COMPILED_PARTS = 5  # what is between the custom ops of three pieces, on the lanes of the test
+
+
+@pytest.mark.parametrize(
+    "error", [InjectedError("on purpose"), InjectedInterrupt("on purpose"), OptionError("on purpose")], ids=type
+)
+def test_compiler_that_fails_at_any_part_is_asked_again_in_the_next_call(error: BaseException) -> None:
+    compiler, model, x = Compiler(), Model(), rows(5)
+    twin = copy.deepcopy(model)
+    wanted = PieceCompileError if isinstance(error, InjectedError) else type(error)
+    with on_lanes((0, 1, 2, 0, 3)), torch.no_grad():
+        compiled = compile_host(model, aux_streams=3, piece_compiler=compiler)
+        before = surroundings_of_a_compiler()
+        for compiler.fails_at in range(COMPILED_PARTS):
+            torch._dynamo.reset()
+            compiler.seen, compiler.error = 0, error
+            with pytest.raises(wanted, match="on purpose"):
+                compiled(x)
+            assert surroundings_of_a_compiler() == before
+            compiler.seen = COMPILED_PARTS  # no part fails
+            results = [compiled(x) for _ in range(3)]
+            expected = [twin(x) for _ in range(3)]
+            assert all(all(map(torch.equal, *pair)) for pair in zip(results, expected, strict=True))
+            assert torch.equal(model.get_buffer("cache"), twin.get_buffer("cache"))  # the failed call left it alone
+        assert compiler.seen == 2 * COMPILED_PARTS
+
+
+def test_a_replay_asks_nothing_about_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether inputs share memory and which numbers there are is settled by the key of a program."""
+    with on_lanes((0, 1, 2, 0, 3)):
+        trial = Trial(**PARTED)
+    for _ in range(2):
+        trial.call()
+    for owner, name in ((pieces.Pieces, "for_call"), (Aliasing, "is_new"), (pieces.PartedPiece, "fill")):
+        monkeypatch.setattr(owner, name, lambda *args: pytest.fail("asked in a replay"))
+    with counters.expect(replays=2, captures=0, uncaptured_calls=0):
+        for _ in range(2):
+            trial.call()

@@ -29,7 +29,9 @@ Inductor, which then finds equal ones in its own cache. Left out: imports, what 
 compiler, a precompiled header), and the second call, in which a bucket is captured. Each figure is one compilation.
 """
 AIMS = """
-Ratios of {deep} layers beside the aims. "In all" has Dynamo's tracing in it, which no backend can shorten.
+Ratios of {deep} layers beside the aims. "In all" has Dynamo's tracing in it, which no backend can shorten. With a warm
+cache torch.compile looks up its one graph and does little else, while our passes run as ever, in proportion to depth:
+there both aims are out of reach.
 """
 SHARES = """
 Where our backend's time goes: the passes look at every node, so they grow with depth; pieces that differ are compiled

@@ -269,3 +269,12 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor may lie at one address."""
     return torch._debug_has_internal_overlap(tensor) != 0
+
+
+def stop_recording_to_pool(device_index: int, handle: Any) -> None:
+    """Undo what the begin of a capture did to a graph memory pool, for a capture that torch cannot end."""
+    try:
+        torch._C._cuda_endAllocateToPool(device_index, handle)
+    except RuntimeError:
+        return  # it was ended, and the graph gives the pool back itself
+    torch._C._cuda_releasePool(device_index, handle)

@@ -83,7 +83,7 @@ class LayoutMismatchError(Dsv4Error):
 
 
 class ReplayMismatchError(Dsv4Error):
-    """With `check="full"`: the replay of a piece differs from running it eagerly."""
+    """With `check="full"`: the replay of a piece differs from running it uncaptured."""
 
 
 class LaneRaceError(Dsv4Error):

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import pytest
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import dsv4_compile
 from dsv4_compile import counters
 from dsv4_compile.runtime.capture_state import current_lanes, no_capture_elsewhere, offering, recording
+from dsv4_compile.runtime.host import HostEngine
 
 probe = torch.ops.probe
 # of x @ w, shift, h @ h.T, mul, store
@@ -182,6 +183,41 @@ def test_a_model_that_dies_while_another_one_records(inside: Any) -> None:
     inside(let_it_die)
     check_calls(compiled, model, (5, 5, 5))
     assert weight() is None
+
+
+class InvalidLanes:
+    """Those of a capture that becomes invalid: streams take no events any more."""
+
+    is_invalid = False
+
+    def on(self, lane: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, lane: int) -> object:
+        if self.is_invalid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return object()
+
+    def wait(self, lane: int, event: object) -> None:
+        pass
+
+
+def test_the_first_error_counts_when_lanes_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = InvalidLanes()
+
+    def read_back(op: str) -> None:
+        lanes.is_invalid = True
+        raise ValueError("what the user has to know")
+
+    def warm_up(self: HostEngine, run: Callable[[], None], **kwargs: Any) -> None:
+        with offering(lanes):
+            run()
+
+    compiled = compiled_on_lanes(Branches())
+    monkeypatch.setattr(HostEngine, "warm_up", warm_up)
+    monkeypatch.setattr(Probe, "called", staticmethod(read_back))
+    with pytest.raises(ValueError, match="what the user has to know"), torch.no_grad():
+        compiled(rows(6))
 
 
 # memory

@@ -77,6 +77,19 @@ def test_reset_frees_everything(allocations: Allocations) -> None:
     assert live_bytes() == before
 
 
+def test_reset_does_not_wait_for_the_collector(allocations: Allocations) -> None:
+    """It is paused in many a serving loop, and knows nothing of memory on a device."""
+    compiled = compile_host(Model(), static_outputs=True)
+    call_often(compiled, rows(5, 64))
+    assert allocations.alive != []
+    gc.disable()
+    try:
+        torch._dynamo.reset()
+        assert allocations.alive == []
+    finally:
+        gc.enable()
+
+
 def test_reset_frees_graphs_that_somebody_still_holds(allocations: Allocations) -> None:
     """The callable that Dynamo compiled into may live on; what it captured does not."""
     model = Model()

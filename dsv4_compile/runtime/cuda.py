@@ -13,6 +13,9 @@ What it takes care of, each learnt by others the hard way:
   somebody else's graph.
 - The default generator of the device is registered with every graph by torch; a generator of the user's has to be put
   into `generators` before a piece that draws from it is captured.
+- A capture that CUDA has found invalid (a value was read back to the host) cannot be ended, and torch's allocators go
+  on recording to its pool: the one of the device is told to stop, the one of pinned memory cannot be. So later captures
+  get another pool, and the graph is kept, which that allocator asks whether it records.
 - No synchronisation, garbage collection or emptying of caches per capture: with a hundred pieces in each of dozens
   of buckets that took longer than the captures.
 
@@ -23,13 +26,14 @@ before; release the recordings before a process group is destroyed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compat import stop_recording_to_pool
 from ..errors import CaptureError
 from .capture_state import no_capture_elsewhere, offering, recording
 from .cuda_lanes import SideStreams
@@ -37,9 +41,13 @@ from .engine import ALIGNMENT, Recording, allocate_poisoned
 from .user_line import line_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class CudaPool:
-    """A graph memory pool of torch; its memory is freed with the last graph that uses it."""
+    """A graph memory pool of torch; its memory is freed with the last graph that uses it.
+
+    Attributes:
+        handle: of the pool that the next capture uses.
+    """
 
     handle: Any
 
@@ -62,6 +70,7 @@ class CudaEngine:
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
         self._side_streams = SideStreams(self._device)
+        self._invalid: list[torch.cuda.CUDAGraph] = []
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Engine.allocate`."""
@@ -89,13 +98,21 @@ class CudaEngine:
                 run()
                 graph.capture_end()
             except BaseException as error:
-                with suppress(RuntimeError):
-                    graph.capture_end()  # refused if the capture is invalid or at its end; the first error counts
-                graph.reset()
+                self._abandon(graph, pool)
                 if isinstance(error, RuntimeError) and "captur" in str(error):
                     raise _refusal(name, error) from error
                 raise
         return CudaRecording(name, graph)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+        """End a capture that failed; see the module docstring for one that is invalid."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # it is invalid or at its end; the first error counts
+            stop_recording_to_pool(self._device.index, pool.handle)
+            pool.handle = torch.cuda.graph_pool_handle()
+            self._invalid.append(graph)
+        graph.reset()
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

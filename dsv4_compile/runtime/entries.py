@@ -53,18 +53,17 @@ class Entries:
         Returns:
             Whether its bucket had been captured before, with addresses that no longer hold.
         """
-        entries, references, stale = self._entries, self._references, self._stale
+        this = weakref.ref(self)  # not self: the finaliser would keep all of it alive until the collector comes
 
         def forget(_: object) -> None:
-            references.pop(key, None)
-            if entries.pop(key, None) is not None:
-                stale.add(entry_bucket)
+            owner = this()
+            if owner is not None:
+                owner._drop(key)
 
-        entry_bucket = entry.bucket  # not the entry, which would then live as long as its tensors
-        references[key] = [weakref.ref(tensor, forget) for tensor in owned]
-        entries[key] = entry
-        is_again = entry_bucket in stale
-        stale.discard(entry_bucket)
+        self._references[key] = [weakref.ref(tensor, forget) for tensor in owned]
+        self._entries[key] = entry
+        is_again = entry.bucket in self._stale
+        self._stale.discard(entry.bucket)
         return is_again
 
     def count(self, anchors: Anchors) -> int:

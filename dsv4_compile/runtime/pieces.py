@@ -12,6 +12,7 @@ compiled with. A call that differs in that runs the piece as it is: counted, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -132,8 +133,9 @@ class PartedPiece:
                 if step.is_awaited:
                     events[index] = lanes.record(step.lane)
         except BaseException:
-            for lane in forked - {0}:
-                lanes.wait(0, lanes.record(lane))
+            with suppress(RuntimeError):  # an invalid capture takes no events; the first error counts
+                for lane in forked - {0}:
+                    lanes.wait(0, lanes.record(lane))
             raise
         for index, step in enumerate(self._steps):
             if step.joins:

@@ -192,14 +192,15 @@ class _Builder:
         """Capture a piece that writes its results into their slots, and replay it."""
         inputs = [self._values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
-        run = partial(self._pieces[unit.name].fill, inputs, slots)
+        function = self._pieces[unit.name]
+        run = partial(function.fill, inputs, slots)
         context = self._context
         name = f"{unit.name} of {context.title}"
         captured = context.engine.capture(run, context.pool, name=name, lanes=context.lanes)
         self._captured.append(captured)
         replay: Callable[[], Any] = captured.replay
         if context.full_check:
-            replay = CheckedReplay(self._draft, unit, inputs, slots, captured.replay)
+            replay = CheckedReplay(self._draft, unit, function, inputs, slots, captured.replay)
         replay()
         self._source.line(f"{self._source.name_of(replay, 'replay')}()  # {unit.name}")
         for node, slot in zip(unit.outputs, slots, strict=True):

@@ -52,10 +52,8 @@ def _step_key(gm: fx.GraphModule, node: fx.Node, numbers: Mapping[fx.Node, int])
     if node.op == "placeholder":
         return ("placeholder",)
     if node.op == "get_attr":
-        return (
-            "get_attr",
-            id(operator.attrgetter(str(node.target))(gm)),
-        )  # a constant is the same only if it is that object
+        # a constant is the same only if it is that object
+        return ("get_attr", id(operator.attrgetter(str(node.target))(gm)))
     # the null byte keeps a node's number apart from any text among the arguments
     args = fx.map_arg((node.args, node.kwargs), lambda arg: f"\0{numbers[arg]}")
     return (node.op, node.target, repr(args))

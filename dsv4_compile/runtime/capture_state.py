@@ -1,7 +1,8 @@
-"""Whether this thread records a graph, and the surroundings in which either engine records one.
+"""What this thread records, who has to be told of it, which lanes it may use, and the surroundings of every recording.
 
-One process-wide lock serialises captures: a second thread that wants to capture waits until the first is done. A
-thread that already records is refused, since waiting for itself would never end. Replays take no lock.
+One process-wide lock serialises captures, and what must not run beside one: a second thread that wants to capture waits
+until the first is done. A thread that already records is refused: a graph cannot hold another one. Replays take no
+lock.
 
 While a capture runs, garbage collection is paused (a finaliser would run its kernels into the recording, and freeing
 memory invalidates a CUDA capture), autocast's cache of cast weights is off (a cast that was recorded holds no value

@@ -38,8 +38,14 @@ def pattern(layers: int) -> tuple[int, ...]:
 def stack_of(
     ratios: Sequence[int], tokens: int, device: str = "cpu"
 ) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
-    """A stack with a layer for each compress ratio (0 is SWA), its caches, and the first step of one request."""
-    config = tiny_config(ratios)
+    """A stack with a tiny layer for each compress ratio (0 is SWA), its caches, and the first step of one request."""
+    return stack_with(tiny_config(ratios), tokens, device)
+
+
+def stack_with(
+    config: DeepseekV4Config, tokens: int, device: str = "cpu"
+) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
+    """A stack of a configuration, its caches, and the first step of one request, of at most 128 tokens."""
     stack = AttentionStack(config).to(device)
     blocks: dict[CacheGroup, int] = {"swa": BLOCKS, "compressed": BLOCKS, "c4_state": BLOCKS, "c128_state": BLOCKS}
     bind_caches(stack, allocate_caches(config, blocks, device=torch.device(device)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import dispatch, memory, region, ttft
+from . import dispatch, lanes, memory, region, ttft
 from .machine import describe
 from .sections import Setting
 
@@ -36,7 +36,7 @@ def main() -> int:
     started = os.getloadavg()
     passed = run_contract_tests()
     print(f"contract tests: {'passed' if passed else 'FAILED'}\n")
-    for benchmark in (dispatch, region, ttft, memory):
+    for benchmark in (dispatch, lanes, region, ttft, memory):
         print(benchmark.run(Setting(device="cuda")), end="\n\n", flush=True)
     print(describe(started))
     return 0 if passed else 1

@@ -12,7 +12,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import __main__ as runner
-from benchmarks import compile_once, compile_time, device_check, dispatch, import_time, memory, plan_time, region, ttft
+from benchmarks import (
+    compile_once,
+    compile_time,
+    device_check,
+    dispatch,
+    import_time,
+    lanes,
+    memory,
+    plan_time,
+    region,
+    ttft,
+)
 from benchmarks.compile_time import Case
 from benchmarks.sections import Section, Setting, Table
 from benchmarks.settled import measure_settled
@@ -54,6 +65,12 @@ def test_dispatch_says_which_peer_takes_less() -> None:
     aim = "Aim: no peer takes less, beside eager, than `ours` (0.70): "
     assert dispatch.verdict(ratios, "ours") == f"{aim}not met by vLLM (0.65)."
     assert dispatch.verdict({"torch.compile": 0.9, "ours": 0.7}, "ours") == f"{aim}met."
+
+
+def test_lanes() -> None:
+    (table,) = tables(lanes.run(QUICK))
+    assert column(table, "side streams") == ["0", "1", "3"]
+    assert column(table, "of none")[0] == "1.00"
 
 
 def test_region_counts_what_the_counters_count() -> None:

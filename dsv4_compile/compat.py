@@ -5,6 +5,7 @@ Nothing here may import Dynamo, Inductor or sympy at module level: `dsv4_compile
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 if TYPE_CHECKING:
     import sympy
@@ -24,6 +26,7 @@ INFERENCE_MODE_FUNCTIONS = (
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
 )
+_writing = threading.RLock()
 # Whether any thread has a torch profiler on; 25 ns a call. `torch.autograd._profiler_enabled` asks for
 # the calling thread alone, and says no to a profiler that was told to watch all threads.
 is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
@@ -192,11 +195,17 @@ def upper_bound(expr: sympy.Expr) -> int | None:
     return int(upper) if upper.is_Integer and upper < torch.iinfo(torch.int32).max else None
 
 
-def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A graph as a module whose Python is written when it is first called; most of ours never are."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
+class _Module(_LazyGraphModule):
+    """Its Python is written by one thread at a time: torch renames nodes meanwhile, which a second one would read."""
 
-    return _LazyGraphModule(root, graph, class_name=name)
+    def real_recompile(self) -> None:
+        with _writing:
+            super().real_recompile()
+
+
+def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """A graph as a module whose Python is written when it is first called, by any thread; most of ours never are."""
+    return _Module(root, graph, class_name=name)
 
 
 def trace_fakes() -> Any:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from case_helpers import rows
 from runtime_helpers import call_often, captured_sizes, compile_host, entries, the_owner
-from torch import Tensor
+from torch import Tensor, fx
 from toy_ops import Host
 
 import dsv4_compile
 from dsv4_compile import counters
+from dsv4_compile.compat import module_of
 
 toy = torch.ops.toy
 HOOK = {"split_ops": ("toy::hook", "toy::fresh")}
@@ -257,6 +260,29 @@ def test_threads_with_functions_of_their_own() -> None:
 
     with counters.expect(captures=3 * 8, recaptures=0, uncaptured_calls=3 * 7, replays=3 * (8 * 3 + 1)):
         in_threads(3, work)
+
+
+def test_the_python_of_a_graph_is_written_once_however_many_threads_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once would write into each other's names, and run what comes of it."""
+    writers: list[int] = []
+    together = threading.Event()
+    write = fx.Graph.python_code
+
+    def watched(self: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        writers.append(threading.get_ident())
+        if len(writers) > 1:
+            together.set()
+        together.wait(timeout=0.5)  # for the other one to come, were it let in
+        return write(self, *args, **kwargs)
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(operator.mul, (x, 2)))
+    module = module_of(torch.nn.Module(), graph)
+    monkeypatch.setattr(fx.Graph, "python_code", watched)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(module.forward, [1, 2])) == [2, 4]
+    assert len(writers) == 1
 
 
 def test_active_call_is_not_disturbed_by_another_thread() -> None:

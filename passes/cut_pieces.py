@@ -182,7 +182,8 @@ def _why_uncompiled(draft: Draft, unit: Unit) -> str | None:
 
 def _why_useless(draft: Draft, unit: Unit) -> str | None:
     """A compiler would leave all of it out, and a capture be empty."""
-    is_used = bool(unit.outputs) or any(draft.effects[node].writes for node in unit.nodes)
+    taken = {meta.storage for node in unit.inputs if isinstance(meta := draft.effects[node].result, TensorMeta)}
+    is_used = bool(unit.outputs) or any(draft.effects[node].writes & taken for node in unit.nodes)
     return None if is_used else "nothing takes its results"
 
 

@@ -76,7 +76,7 @@ def test_a_draw_that_nothing_takes_is_drawn(compiler: str, engine: str, draw: st
 @every_compiler
 def test_a_piece_that_nothing_takes_is_no_empty_capture(compiler: str) -> None:
     def model(x: Tensor) -> Tensor:
-        x * 2
+        (x * 2).add_(1)
         return toy.fresh(x)
 
     compiled = compiled_with(compiler, model)

@@ -58,13 +58,13 @@ def dsv4_piecewise(
     artifacts = Artifacts(config)
     draft, plan = plan_graph(gm, example_inputs, config, artifacts.observe)
     artifacts.finish(draft, plan)
+    pieces = Pieces(draft, compile_pieces(draft, config), example_inputs)
     counters.add(
         graphs_compiled=1,
         pieces_compiled=len(plan.pieces) - len(draft.copies),
         pieces_reused=len(draft.copies),
         regions=len(plan.regions),
     )
-    pieces = Pieces(draft, compile_pieces(draft, config), example_inputs)
     return make_callable(draft, pieces, config, artifacts)
 
 

@@ -253,8 +253,8 @@ def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[
     """Compile a graph for the size symbols of the current trace."""
     import torch._inductor.config
 
-    # Random kernels draw what eager ones do. An engine of ours captures, so Inductor must not. Layouts are checked where
-    # they come from: Dynamo guards those of inputs, `check_layout` looks at those of ops, and slots are as planned.
+    # Random kernels draw what eager ones do. An engine of ours captures, so Inductor must not. Layouts are checked
+    # where they come from: Dynamo guards those of inputs, `check_layout` looks at those of ops, slots are as planned.
     choices = {"fallback_random": True, "triton.cudagraphs": False, "size_asserts": False}
     with torch._inductor.config.patch(choices):
         return torch._inductor.standalone_compile(gm, list(fakes), dynamic_shapes="from_tracing_context")

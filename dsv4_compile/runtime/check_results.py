@@ -1,8 +1,9 @@
-"""What an op gives is what its schema and its fake promised; checked in the first two calls of a bucket.
+"""What an op gives is what its schema and its fake promised; checked while nothing is replayed.
 
 A plan is made from promises. A wrong one would not crash: a copy into a slot converts dtypes, and cuts the tie between
 a result and the buffer that it really is. Strides may differ, since what crosses is copied; but a compiled piece reads
-the results of its own custom ops where they are, so there they may not.
+the results of its own custom ops where they are, so there they may not. Warm-ups and captures check, and with compiled
+pieces every uncaptured call.
 """
 
 from __future__ import annotations

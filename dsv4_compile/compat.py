@@ -26,6 +26,8 @@ INFERENCE_MODE_FUNCTIONS = (
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
 )
+# Whether Dynamo compiles anew for a parameter with other strides at the same address. That of 2.11 does not.
+GUARDS_STRIDES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _writing = threading.RLock()
 # Whether any thread has a torch profiler on; 25 ns a call. `torch.autograd._profiler_enabled` asks for
 # the calling thread alone, and says no to a profiler that was told to watch all threads.

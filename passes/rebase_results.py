@@ -43,7 +43,7 @@ def _redirect(draft: Draft, value: fx.Node, owners: Sequence[fx.Node], effects: 
         value.replace_all_uses_with(same)
         return True
     base = next((owner for owner in sharing if _dtype(effects[owner]) == result.dtype), None)
-    if base is None:
+    if base is None or not _can_be_computed(draft, result, effects[base].result):
         return False
     if value.users:
         view = _view_of(draft, base, value, result, effects)
@@ -73,6 +73,13 @@ def _view_of(
     effects[view] = Effects(result=result)
     view.meta.update(value.meta)
     return view
+
+
+def _can_be_computed(draft: Draft, result: TensorMeta, start: object) -> bool:
+    """Whether sizes of the graph's inputs tell where a result lies in its base; a row that data selects may be any."""
+    assert isinstance(start, TensorMeta), "a base is a tensor"
+    places = (*result.shape, *result.stride, result.offset, start.offset)
+    return all(expr_of(place).free_symbols <= draft.symbols.keys() for place in places)
 
 
 def _extent(effects: Effects) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from case_helpers import Pair, rows
 from runtime_helpers import HOST, call_often, captured_sizes, compile_host, entries
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from toy_ops import LOG
 
 from dsv4_compile import counters
+from dsv4_compile.backend import dsv4_piecewise
 
 toy = torch.ops.toy
 
@@ -289,6 +291,25 @@ def test_weight_transposed_in_place_keeps_its_address() -> None:
         for _ in range(3):
             pair(rows(5))
         model.w.data = model.w.data.t()
+
+
+def test_strides_of_weights_are_looked_at_where_dynamo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of torch 2.11: it compiles nothing anew, so the callable sees the other strides itself."""
+    graphs: list[Callable[..., Any]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(dsv4_piecewise(gm, example_inputs, options={"piece_compiler": "aot_eager"}))
+        return graphs[-1]
+
+    monkeypatch.setattr("dsv4_compile.runtime.keys.GUARDS_STRIDES", False)
+    monkeypatch.setattr("dsv4_compile.runtime.pieces.GUARDS_STRIDES", False)
+    linear, x = nn.Linear(4, 4, bias=False), torch.randn(5, 4)
+    with torch.no_grad():
+        torch.compile(linear, backend=backend, fullgraph=True, dynamic=False)(x)
+        (graph,) = graphs
+        for weight in (linear.weight, nn.Parameter(linear.weight.data.t())) * 3:
+            for _ in range(3):  # one memory, read in two ways
+                torch.testing.assert_close(graph(weight, x)[0], nn.functional.linear(x, weight))
 
 
 def test_weights_swapped_between_two_models() -> None:

@@ -252,7 +252,7 @@ def test_the_line_is_that_of_the_traced_function():
         return x * x.sum().item()
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        torch.compile(model, backend=record, fullgraph=True)(torch.ones(3))
+        torch.compile(model, backend=record, fullgraph=True, dynamic=False)(torch.ones(3))
     with pytest.raises(CaptureError, match=r"test_host_engine.py:\d+ in model: return x \* x.sum\(\).item\(\)"):
         capture(lambda: graphs[0](torch.ones(3)))
 

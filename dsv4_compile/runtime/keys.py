@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..compat import GUARDS_STRIDES
 from ..draft import Draft, InputRole, TensorMeta
 
 Key = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -38,12 +39,15 @@ class KeyReader:
         self.addressed = [positions[node] for node, role in roles.items() if role in addressed]
         self._read_addresses = check_addresses
         self._owned = [positions[i.node] for i in draft.inputs if i.owned]
+        self._unguarded = [] if GUARDS_STRIDES else self._owned
 
     def read(self, args: Sequence[Any]) -> Key:
         """The key of a call: its bucket, and its addresses."""
         bucket = tuple([args[position] for position in self._numbers])
         if self._scalars:
             bucket += tuple([_hashable(args[position].item()) for position in self._scalars])
+        if self._unguarded:
+            bucket += (tuple([args[position].stride() for position in self._unguarded]),)
         if not self._read_addresses:
             return bucket, tuple([id(args[position]) for position in self._owned])
         return bucket, tuple([args[position].data_ptr() for position in self.addressed])

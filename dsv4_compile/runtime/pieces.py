@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from ..compat import GUARDS_STRIDES
 from ..counting import counters
 from ..draft import Draft, TensorMeta, Unit
 from ..inspect.artifacts import log
@@ -204,6 +205,8 @@ class Pieces:
         self._aliasing = Aliasing(draft, example_inputs)
         self._numbers = draft.scalars() if self.are_compiled else {}
         self._positions = {graph_input.node: place for place, graph_input in enumerate(draft.inputs)}
+        weights = [] if GUARDS_STRIDES else [place for place, i in enumerate(draft.inputs) if i.owned]
+        self._strides = {place: example_inputs[place].stride() for place in weights} if self.are_compiled else {}
         self._takers = {
             number: [name for name, unit in pieces.items() if number in unit.inputs] for number in self._numbers
         }
@@ -215,6 +218,8 @@ class Pieces:
             return self._best
         if self._aliasing.is_new(args):
             return self._step_back(list(self._eager), "inputs share memory, and did not when it was compiled")
+        if any(args[place].stride() != stride for place, stride in self._strides.items()):
+            return self._step_back(list(self._eager), "a weight has other strides than when it was compiled")
         changed = [
             name
             for node, number in self._numbers.items()

@@ -15,7 +15,7 @@ from runtime_helpers import HOST, Probe, call_often, compile_host
 from torch import Tensor, fx, nn
 
 from dsv4_compile import counters
-from dsv4_compile.errors import ReplayMismatchError
+from dsv4_compile.errors import AliasingOpError, LayoutMismatchError, ReplayMismatchError
 
 toy, probe = torch.ops.toy, torch.ops.probe
 
@@ -171,3 +171,31 @@ def test_static_input_that_moves_is_noticed(check: str) -> None:
         with counters.expect(captures=1, **expected):
             for _ in range(3):
                 pair(rows(5), table)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_an_op_inside_of_a_piece_that_returns_its_argument_is_named(compiler: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x + 1
+        z = toy.sometimes(y, y)  # for 16 rows it is y itself
+        y.add_(5)
+        return toy.fresh(z + y)
+
+    compiled = compile_host(f, piece_compiler=compiler)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(torch.ones(5, 4)), f(torch.ones(5, 4)))
+        with pytest.raises(AliasingOpError, match=r"toy::sometimes\.default returned memory of an argument"):
+            for _ in range(2):
+                compiled(torch.ones(16, 4))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_an_op_inside_of_a_piece_whose_fake_lies_is_named_and_not_the_next_one(compiler: str) -> None:
+    compiled = compile_host(lambda x: toy.fresh(toy.widened(x * 2) + 1), piece_compiler=compiler)
+    with (
+        torch.no_grad(),
+        pytest.raises(LayoutMismatchError, match=r"toy::widened\.default gave \[5, 4\] torch.float64"),
+    ):
+        for _ in range(2):
+            compiled(rows(5))

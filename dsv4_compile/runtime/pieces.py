@@ -11,7 +11,7 @@ compiled with. A call that differs in that runs the piece as it is: counted, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from ..reasons import is_custom
 from .aliasing import Aliasing
 from .capture_state import Lanes, current_lanes
 from .check_results import check_fresh, check_layout, has_strides_of
+from .checked_run import CheckedRun
 from .compiled_function import CompiledFunction
 from .sizes import Sizes
 from .workspace import copier
@@ -43,6 +44,9 @@ class PieceFunction(Protocol):
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """Run it, and return fresh results."""
 
+    def checked(self, *inputs: Any) -> Sequence[Tensor]:
+        """The same, with a look at what each custom op gives."""
+
 
 class EagerPiece:
     """A piece's own graph.
@@ -55,6 +59,7 @@ class EagerPiece:
     def __init__(self, draft: Draft, unit: Unit) -> None:
         self._draft = draft
         self._unit = unit
+        self.checked: Callable[..., Sequence[Tensor]] = CheckedRun(draft, unit)
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """See `PieceFunction`."""
@@ -63,7 +68,7 @@ class EagerPiece:
 
     def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
-        for node, slot, result in zip(self._unit.outputs, slots, self(*inputs), strict=True):
+        for node, slot, result in zip(self._unit.outputs, slots, self.checked(*inputs), strict=True):
             check_layout(self._draft, node, result, slot)
             check_fresh(self._draft, node, result, inputs)
             copier(slot)(result)
@@ -74,6 +79,7 @@ class _Step:
     """A part, what runs it, where, and what nobody takes after it."""
 
     unit: Unit
+    checked: CheckedRun
     function: CompiledFunction | None
     lane: int
     waits: tuple[int, ...]
@@ -105,6 +111,8 @@ class PartedPiece:
         slots = [sizes.allocate(self._meta(node)) for node in self._unit.outputs]
         self.fill(inputs, slots)
         return slots
+
+    checked = __call__  # it always looks
 
     def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
@@ -148,15 +156,15 @@ class PartedPiece:
                 values[node] = sizes.allocate(self._meta(node))
         inputs = [values[node] for node in step.unit.inputs]
         if step.function is None:
-            self._run_as_it_is(step.unit, inputs, values, sizes)
+            self._run_as_it_is(step, inputs, values, sizes)
             return
         promised = [self._promised(node, sizes) for node in step.unit.outputs]
         results = step.function.run(inputs, [values.get(node) for node in step.unit.outputs], promised)
         values.update(zip(step.unit.outputs, results, strict=True))
 
-    def _run_as_it_is(self, unit: Unit, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes) -> None:
+    def _run_as_it_is(self, step: _Step, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes) -> None:
         """Results that leave the piece are copied to their slots, the others are taken as they are."""
-        for node, result in zip(unit.outputs, unit.gm.forward(*inputs), strict=True):
+        for node, result in zip(step.unit.outputs, step.checked(*inputs), strict=True):
             promised = self._promised(node, sizes)
             check_fresh(self._draft, node, result, inputs)
             check_layout(self._draft, node, result, promised, strides=self._strict and is_custom(self._draft, node))
@@ -245,6 +253,7 @@ def _steps(draft: Draft, piece: Unit, functions: Sequence[CompiledPart | None]) 
     for index, (part, function) in enumerate(zip(parts, functions, strict=True)):
         yield _Step(
             unit=part.unit,
+            checked=CheckedRun(draft, part.unit),
             function=None if function is None else CompiledFunction(draft, part.unit, function),
             lane=part.lane,
             waits=part.waits,

@@ -5,7 +5,7 @@ This is `engine="off"`, and every call of the other engines that no captured pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..reasons import has_unknown_size, is_custom
 from .capture_state import offering
 from .check_results import check_layout, has_strides_of
 from .modes import restored_modes
-from .pieces import Pieces
+from .pieces import PieceFunction, Pieces
 from .restoring import is_restoring, restored_inputs
 from .sizes import Sizes, sizes_of_call
 from .spans import in_span
@@ -78,7 +78,7 @@ class UncapturedCallable:
             sizes = self._prepare(values)
             pieces = self._pieces.for_call(args)
             for unit, last_used in self._steps:
-                function: Callable[..., Any] = pieces[unit.name] if unit.kind == "piece" else unit.gm.forward
+                function = self._function(unit, pieces, warms_up=run_piece is not None)
                 if profiled:
                     function = in_span(unit.name, function)
                 inputs = [values[node] for node in unit.inputs]
@@ -95,6 +95,12 @@ class UncapturedCallable:
         if self._draft.leaves_grad is not None:
             torch.set_grad_enabled(self._draft.leaves_grad)
         return result
+
+    @staticmethod
+    def _function(unit: Unit, pieces: Mapping[str, PieceFunction], *, warms_up: bool) -> Callable[..., Any]:
+        if unit.kind == "region":
+            return unit.gm.forward
+        return pieces[unit.name].checked if warms_up else pieces[unit.name]
 
     def _checked(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> list[Any]:
         """The results, if they are as promised; what goes to compiled pieces gets the strides they were made for."""

@@ -55,15 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replace_between_marks(page: Path, text: str) -> None:
-    """Put a text between the two marks of a page.
-
-    Raises:
-        ValueError: the page lacks a mark.
-    """
+    """Put a text between the two marks of a page."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page.name} needs the lines {BEGIN!r} and {END!r}, between which the results go")
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
@@ -80,7 +74,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     if options.write and (options.names or options.quick):
         parser.error("--write needs all benchmarks in full size: leave out names and --quick")
+    if options.write and (problem := why_not_written(options.write)):
+        parser.error(problem)
+    if options.vllm_python and not options.vllm_python.is_file():
+        parser.error(f"there is no {str(options.vllm_python)!r}: give the Python of an environment that has vLLM")
     return options
+
+
+def why_not_written(page: Path) -> str | None:
+    """Why a page cannot take the results, asked before they take minutes to make."""
+    if not page.is_file():
+        return f"there is no {str(page)!r}: give a page that has the two marks, as docs/benchmarks.md"
+    text = page.read_text(encoding="utf-8")
+    return None if BEGIN in text and END in text else f"{page.name} needs the lines {BEGIN!r} and {END!r}"
 
 
 if __name__ == "__main__":

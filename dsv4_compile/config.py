@@ -62,7 +62,17 @@ class Config:
             if name not in valid:
                 raise OptionError(f"unknown option {name!r}{_did_you_mean(name, valid)}; valid: {', '.join(valid)}")
         checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
-        return cls(**checked)
+        config = cls(**checked)
+        config._refuse_sizes_out_of_reach()
+        return config
+
+    def _refuse_sizes_out_of_reach(self) -> None:
+        above = [size for size in self.capture_sizes or () if self.max_tokens is not None and size > self.max_tokens]
+        if above:
+            raise OptionError(
+                f"option capture_sizes has {above[0]}, above max_tokens={self.max_tokens}: raise max_tokens or leave "
+                "it out"
+            )
 
     @property
     def resolved_runner(self) -> Literal["mrv1", "mrv2"]:

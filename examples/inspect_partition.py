@@ -18,6 +18,7 @@ import torch
 from _layer import layer_and_inputs
 
 import dsv4_compile
+from dsv4_compile.errors import OptionError
 from dsv4_compile.inspect.picture import draw_plans
 from dsv4_compile.plan import Plan
 
@@ -43,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"cannot write {str(options.svg)!r}: {error.strerror}")
         print(f"wrote {options.svg}")
     elif options.folder is not None:
-        inspect(options.folder)
+        try:
+            inspect(options.folder)
+        except OptionError as error:
+            parser.error(str(error).partition("\n")[0])
     else:
         with tempfile.TemporaryDirectory() as temporary:
             inspect(Path(temporary))

@@ -202,7 +202,7 @@ def test_runner_replaces_what_stands_between_the_marks(tmp_path: Path, capsys: p
 def test_runner_keeps_a_page_without_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("by hand", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"page\.md needs the lines '<!-- begin: .*' and '<!-- end -->'"):
+    with pytest.raises(SystemExit):
         runner.main(["--write", str(page)])
     assert page.read_text(encoding="utf-8") == "by hand"
 
@@ -219,3 +219,17 @@ def test_runner_refuses(arguments: list[str], complaint: str, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         runner.main(arguments)
     assert complaint in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_take_the_results_is_refused_before_they_are_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "page.md").write_text("no marks", encoding="utf-8")
+    for arguments, message in [
+        (["--write", str(tmp_path / "nowhere.md")], "there is no"),
+        (["--write", str(tmp_path / "page.md")], "page.md needs the lines"),
+        (["--vllm-python", str(tmp_path / "python")], "there is no"),
+    ]:
+        with pytest.raises(SystemExit):
+            runner.parse(arguments)
+        assert message in capsys.readouterr().err

@@ -63,3 +63,14 @@ def test_capture_buckets(run: Run) -> None:
     assert printed[0].startswith("warmed up: Counters(graphs_compiled=1, ")
     assert " captures=3, replays=3," in printed[0]
     assert printed[-1] == "equal to what the model answers without a compiler"
+
+
+def test_inspect_partition_with_a_file_for_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit):
+        importlib.import_module("inspect_partition").main([__file__])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "dump_dir" in said.splitlines()[-1]

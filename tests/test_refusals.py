@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from toy_ops import SPLIT
 
 import dsv4_compile
+from dsv4_compile.config import Config
 from dsv4_compile.errors import (
     AliasingOpError,
     Dsv4Error,
     HazardError,
+    OptionError,
     TrainingError,
     UnsupportedInputError,
     UnsupportedTransformError,
@@ -157,3 +159,11 @@ def test_a_split_op_that_torch_takes_apart_is_one() -> None:
     )
     assert [[op.op for op in unit.ops] for unit in plan.units] == [["add"], ["odd::double"], ["add"]]
     assert not any("never calls" in note for note in plan.notes)
+
+
+def test_sizes_above_the_bound_are_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"capture_sizes has 16, above max_tokens=8: raise max_tokens or leave it out"
+    ):
+        Config.from_options({"capture_sizes": [4, 16, 8], "max_tokens": 8})
+    assert Config.from_options({"capture_sizes": [4, 8], "max_tokens": 8}).token_bound == 8

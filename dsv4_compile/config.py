@@ -120,13 +120,13 @@ def _did_you_mean(word: str, valid: Sequence[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def _one_of(words: Any) -> Callable[[str, Any], Any]:
+def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
     valid = get_args(words)
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, str) or value not in valid:
             hint = _did_you_mean(value, valid) if isinstance(value, str) else ""
-            raise OptionError(f"option {name}={value!r}{hint or ' is not valid'}; valid: {', '.join(valid)}")
+            raise OptionError(f"option {name}={value!r}{hint or ' is not valid'}; valid: {', '.join(valid)}{otherwise}")
         return value
 
     return check
@@ -167,11 +167,15 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _piece_compiler(name: str, value: Any) -> Any:
-    return value if callable(value) else _one_of(PieceCompiler)(name, value)
+    return value if callable(value) else _one_of(PieceCompiler, " or a callable")(name, value)
 
 
 def _aux_streams(name: str, value: Any) -> Any:
-    return value if value == "auto" else _whole_number(0)(name, value)
+    if value == "auto":
+        return value
+    if isinstance(value, str):
+        raise OptionError(f"option {name}={value!r} must be 'auto' or a whole number of at least 0")
+    return _whole_number(0)(name, value)
 
 
 def _folder(name: str, value: Any) -> str:

@@ -26,7 +26,7 @@ class Counters:
     | name | counts |
     |---|---|
     | graphs_compiled | Dynamo graphs handed to the backend and compiled |
-    | pieces_compiled, pieces_reused | pieces given to the piece compiler, and those that reused an identical one |
+    | pieces_compiled, pieces_reused | different pieces, compiled or run as they are, and copies of one of them |
     | regions | eager regions over all compiled graphs |
     | captures, recaptures | buckets captured, and captured again because a static input moved |
     | replays | calls served by a captured program |

@@ -171,11 +171,7 @@ def _piece_compiler(name: str, value: Any) -> Any:
 
 
 def _aux_streams(name: str, value: Any) -> Any:
-    if value == "auto":
-        return value
-    if isinstance(value, str):
-        raise OptionError(f"option {name}={value!r} must be 'auto' or a whole number of at least 0")
-    return _whole_number(0)(name, value)
+    return value if value == "auto" else _whole_number(0)(name, value)
 
 
 def _folder(name: str, value: Any) -> str:

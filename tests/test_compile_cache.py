@@ -25,17 +25,17 @@ if uncut == "uncut":
 
 library = Library("cached", "FRAGMENT")
 first, second = ("Tensor(a!)", "Tensor") if changed == "first" else ("Tensor", "Tensor(a!)")
-library.define(f"put({first} x, {second} y) -> ()")
+library.define(f"stir({first} x, {second} y) -> ()")
 
-def put(x, y):
+def stir(x, y):
     (x if changed == "first" else y).add_(1)
 
-library.impl("put", put, "CompositeExplicitAutograd")
-torch.library.register_fake("cached::put", lambda x, y: None, lib=library)
+library.impl("stir", stir, "CompositeExplicitAutograd")
+torch.library.register_fake("cached::stir", lambda x, y: None, lib=library)
 
 def model(x, y):
     x, y = x * 2, y * 3
-    torch.ops.cached.put(x, y)
+    torch.ops.cached.stir(x, y)
     return x.sin(), y.cos()
 
 options = {"engine": "off", "piece_compiler": "inductor"}

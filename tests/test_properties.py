@@ -55,14 +55,14 @@ def test_a_program_means_the_same_under_every_plan(program: Program, setting: Se
     check_compiled(program, setting, piece_compiler)
 
 
-@settings(SUITE, max_examples=60)
+@settings(SUITE, max_examples=30)
 @given(program=programs(), setting=SETTINGS)
 def test_a_program_means_the_same_in_graphs_of_aotautograd(program: Program, setting: Setting) -> None:
     check_compiled(program, setting, "aot_eager")
 
 
 @pytest.mark.inductor
-@settings(SUITE, max_examples=12, phases=UNSHRUNK)
+@settings(SUITE, max_examples=6, phases=UNSHRUNK)
 @given(program=programs(statements=5), setting=SETTINGS)
 def test_a_program_means_the_same_in_kernels_of_inductor(program: Program, setting: Setting) -> None:
     check_compiled(program, setting, "inductor")

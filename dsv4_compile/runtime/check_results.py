@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..compat import op_name
-from ..draft import Draft
+from ..draft import Draft, TensorMeta
 from ..errors import AliasingOpError, LayoutMismatchError
 from ..userlines import where
 
@@ -49,8 +49,10 @@ def check_fresh(draft: Draft, node: fx.Node, value: Any, taken: Any) -> None:
     if not draft.effects[producer].makes or draft.effects[node].is_free:
         return
     storages = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(taken) if isinstance(t, Tensor)} - {0}
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
+    promised = pytree.tree_leaves(draft.effects[node].result)
+    for tensor, meta in zip(pytree.tree_leaves(value), promised, strict=False):
+        is_fresh = isinstance(meta, TensorMeta) and meta.storage in draft.effects[producer].makes
+        if is_fresh and isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
             raise AliasingOpError(
                 f"op {_name(producer)} returned memory of an argument, but its schema promises a fresh tensor "
                 f"({where(producer)}): return nothing, return a clone, or declare the alias"

@@ -266,6 +266,10 @@ def test_a_profiler_that_starts_or_stops_inside_of_a_call(starts: bool, tmp_path
     assert whole == (f"{the_owner()._title}, bucket (5, 4)", units)
 
 
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13),
+    reason="the profiler of all threads of torch 2.11 crashes now and then where spans are made",
+)
 def test_threads_of_one_callable_under_a_profiler_of_all_threads(tmp_path: Path) -> None:
     compiled = compile_host(hooked, **HOOK)
     x = rows(5)

@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except (Dsv4Error, OSError) as error:
         complaint = str(error).partition("\n\n")[0]  # Dynamo adds a paragraph to what passes through it
+    except ImportError as error:
+        complaint = f"transformers needs a library that is not installed: {error}"
     except (SafetensorError, json.JSONDecodeError) as error:
         complaint = f"{error}; a file of the checkpoint is damaged or incomplete, copy it again"
     print(f"error: {options.model or 'small checkpoint'}: {' '.join(complaint.split())}", file=sys.stderr)

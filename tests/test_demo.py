@@ -205,3 +205,17 @@ def check_error(
     assert "TORCHDYNAMO_VERBOSE" not in lines[0]
     assert lines[0].startswith(f"error: {start}")
     assert inside in lines[0]
+
+
+def test_a_library_that_a_checkpoint_needs_gets_one_line(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for fp8 weights, which transformers dequantises with a library of its own choice."""
+
+    def run(options: object) -> int:
+        raise ImportError("Loading an FP8 quantized model requires accelerate (`pip install accelerate`)")
+
+    monkeypatch.setattr(demo, "run", run)
+    assert demo.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("Loading an FP8 quantized model requires accelerate (`pip install accelerate`)")

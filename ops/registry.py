@@ -30,7 +30,7 @@ class RegisteredOp:
         step_state: names of the arguments that are step state.
         reads_context: the op reaches step state through a side channel, out of sight of the graph.
         tokens: the argument whose dim 0 is the token count; None: the first tensor argument.
-        weight: how many times the estimate for such an op a call takes.
+        weight: how long a call takes beside the estimate for its results and activations: 2 is twice as long.
     """
 
     name: str
@@ -62,20 +62,20 @@ def register_op(
         step_state: argument names that a runner rebuilds or refills each step.
         reads_context: True if the op reads step state from a global or forward context.
         tokens: name of the tensor argument whose dim 0 is the token count.
-        weight: a hint of how long a call takes: how many times one kernel that streams the call's results and
-            activations once; 0 is next to nothing. It only has a part in which branches get a side lane.
+        weight: a hint of how long a call takes beside the estimate, which is one kernel that reads and writes the
+            call's activations and results once: 2 is twice as long, 0 next to nothing. It only has a part in which
+            branches get a side lane.
 
     Raises:
         UnknownOpError: torch knows no such op, or the op has no such argument.
-        OptionError: the role is none of the three, or the weight is not a finite number of at least 0.
+        OptionError: another role, a weight that is not a finite number of at least 0, `reads_context` that is no
+            bool, or `step_state` that is no list of names.
     """
-    from ..errors import OptionError
-
-    if role not in get_args(Role):
-        raise OptionError(f"register_op({name!r}): role is {role!r}; it must be one of {', '.join(get_args(Role))}")
-    _check_weight(name, weight)
-    step_state = (step_state,) if isinstance(step_state, str) else tuple(step_state)
     check_op_name(name)
+    _refuse(name, "role", role, None if role in get_args(Role) else f"one of {', '.join(get_args(Role))}")
+    _refuse(name, "weight", weight, None if _is_weight(weight) else "a finite number of at least 0")
+    _refuse(name, "reads_context", reads_context, None if isinstance(reads_context, bool) else "True or False")
+    step_state = _names(name, step_state)
     _check_arguments(name, step_state if tokens is None else (*step_state, tokens))
     with _lock:
         _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(weight))
@@ -101,10 +101,12 @@ def find_op(ops: Mapping[str, RegisteredOp], overload: str) -> RegisteredOp | No
     return ops.get(overload) or ops.get(overload.partition(".")[0])
 
 
-def check_op_name(name: str) -> None:
+def check_op_name(name: object) -> None:
     """Raise UnknownOpError with a did-you-mean unless torch knows "ns::op" or "ns::op.overload"."""
     from ..errors import UnknownOpError
 
+    if not isinstance(name, str):
+        raise UnknownOpError(f'{name!r} is no op name: give a text, "ns::op" or "ns::op.overload"')
     if "::" in name and schemas_of(name):
         return
     known = {op.partition(".")[0] for op in all_op_names()} | {name for name in all_op_names() if "." in name}
@@ -113,12 +115,23 @@ def check_op_name(name: str) -> None:
     raise UnknownOpError(f"torch knows no op {name!r}: {hint} Import the library that defines it first.")
 
 
-def _check_weight(name: str, weight: object) -> None:
+def _refuse(name: str, argument: str, value: object, must_be: str | None) -> None:
     from ..errors import OptionError
 
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 0 <= float(weight) < math.inf:  # type: ignore[arg-type]
-        raise OptionError(f"register_op({name!r}): weight is {weight!r}; it must be a finite number of at least 0")
+    if must_be is not None:
+        raise OptionError(f"register_op({name!r}): {argument} is {value!r}; it must be {must_be}")
+
+
+def _names(name: str, step_state: object) -> tuple[str, ...]:
+    if isinstance(step_state, str):
+        return (step_state,)
+    is_list = isinstance(step_state, Sequence) and all(isinstance(argument, str) for argument in step_state)
+    _refuse(name, "step_state", step_state, None if is_list else "a list of argument names")
+    return tuple(step_state)  # type: ignore[arg-type]
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _check_arguments(name: str, arguments: Sequence[str]) -> None:

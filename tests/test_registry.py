@@ -108,6 +108,26 @@ def test_an_unknown_role_is_refused():
         register_op("aten::mm", role="eager")
 
 
+@pytest.mark.parametrize("name", [torch.ops.aten.mm, torch.ops.aten.mm.default, None, b"aten::mm"])
+def test_an_op_is_registered_by_its_name_and_not_by_itself(name):
+    with pytest.raises(UnknownOpError, match=r'is no op name: give a text, "ns::op" or "ns::op\.overload"'):
+        register_op(name, role="split")
+
+
+@pytest.mark.parametrize("value", ["x", "", None, 1, torch.tensor(True)])
+def test_reads_context_that_is_no_bool_is_refused(value):
+    with pytest.raises(OptionError, match=r"reads_context is .*; it must be True or False"):
+        register_op("aten::mm", role="prepare", reads_context=value)
+    assert "aten::mm" not in snapshot()
+
+
+@pytest.mark.parametrize("value", [3, None, {"slots"}, [1]])
+def test_step_state_that_is_no_list_of_names_is_refused(value):
+    with pytest.raises(OptionError, match=r"step_state is .*; it must be a list of argument names"):
+        register_op("aten::mm", role="prepare", step_state=value)
+    assert "aten::mm" not in snapshot()
+
+
 def test_a_snapshot_does_not_see_later_registrations():
     before = snapshot()
     register_op("aten::mm", role="split")

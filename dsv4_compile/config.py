@@ -56,11 +56,13 @@ class Config:
         """
         if mode not in (None, "default"):
             raise OptionError(f"mode={mode!r} means nothing to dsv4_piecewise: leave it out and use options={{...}}")
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"options is {options!r}; it must be a dict from option names to values")
         given = dict(options or {})
         valid = [field.name for field in fields(cls)]
         for name in given:
             if name not in valid:
-                raise OptionError(f"unknown option {name!r}{_did_you_mean(name, valid)}; valid: {', '.join(valid)}")
+                raise OptionError(f"unknown option {name!r}{_did_you_mean(name, valid)} Valid: {', '.join(valid)}")
         checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
         config = cls(**checked)
         config._refuse_sizes_out_of_reach()
@@ -115,9 +117,9 @@ def runner_reason(config: Config) -> str:
     return f"auto: {'ROCm' if torch.version.hip else 'not ROCm'} on {platform.system()}"
 
 
-def _did_you_mean(word: str, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, valid, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+def _did_you_mean(word: object, valid: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, valid, n=1) if isinstance(word, str) else []
+    return f": did you mean {close[0]!r}?" if close else "."
 
 
 def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
@@ -125,8 +127,8 @@ def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, str) or value not in valid:
-            hint = _did_you_mean(value, valid) if isinstance(value, str) else ""
-            raise OptionError(f"option {name}={value!r}{hint or ' is not valid'}; valid: {', '.join(valid)}{otherwise}")
+            hint = _did_you_mean(value, valid)
+            raise OptionError(f"option {name}={value!r} is not valid{hint} Valid: {', '.join(valid)}{otherwise}")
         return value
 
     return check

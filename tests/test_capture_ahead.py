@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from toy_ops import SPLIT
 
 import dsv4_compile
+from dsv4_compile.errors import CaptureError, OptionError
 
 
 class Cached(nn.Module):
@@ -56,6 +57,43 @@ def test_largest_first_and_then_every_call_replays() -> None:
     with torch.no_grad(), dsv4_compile.counters.expect(replays=3, captures=0, uncaptured_calls=0):
         for n in (8, 4, 16):
             run(torch.ones(n, 4), seen)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_model_that_is_not_compiled_by_this_backend_is_refused(backend: str | None) -> None:
+    model = Cached()
+    run = model if backend is None else torch.compile(model, backend=backend)
+    with pytest.raises(CaptureError, match="ran nothing that dsv4_piecewise compiled"):
+        dsv4_compile.capture(run, lambda n: (torch.ones(n, 4), torch.zeros(3)), [4])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (3, "sizes is 3; it must be a list of token counts"),
+        (None, "sizes is None; it must be"),
+        ("16", "sizes has '1'; a token count is"),
+        ([4, 0], "sizes has 0; a token count is a whole number of at least 1"),
+        ([4.0], "sizes has 4.0; "),
+        ([True], "sizes has True; "),
+    ],
+)
+def test_sizes_that_are_no_token_counts_are_refused_before_any_call(sizes: Any, message: str) -> None:
+    _, run = compiled("host")
+    calls: list[int] = []
+    with pytest.raises(OptionError, match=message):
+        dsv4_compile.capture(run, calls.append, sizes)
+    assert calls == []
+
+
+def test_arguments_in_the_wrong_order_are_refused() -> None:
+    _, run = compiled("host")
+    with pytest.raises(
+        OptionError, match=r"inputs_for is \[4\], which cannot be called; the order is compiled, inputs_for"
+    ):
+        dsv4_compile.capture(run, [4], lambda n: ())  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="compiled is None, which cannot be called"):
+        dsv4_compile.capture(None, lambda n: (), [4])  # type: ignore[arg-type]
 
 
 def test_a_failing_dummy_call_is_undone_too() -> None:

@@ -234,6 +234,17 @@ def test_explain_of_nothing_is_an_error() -> None:
         dsv4_compile.explain(lambda: 3)
 
 
+def test_explain_of_what_cannot_be_called_is_an_error() -> None:
+    with pytest.raises(ExplainError, match="3 cannot be called: give a module or a function"):
+        dsv4_compile.explain(3, torch.ones(5, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [["a"], "runner", {"runner"}])
+def test_options_that_are_no_dict_are_an_error(options: Any) -> None:
+    with pytest.raises(OptionError, match="it must be a dict from option names to values"):
+        dsv4_compile.explain(layer, torch.ones(5, 4), options=options)
+
+
 def test_explain_reports_a_split_op_that_is_never_called() -> None:
     plan = dsv4_compile.explain(layer, torch.ones(5, 4), options={"split_ops": ["toy::fresh", "aten::bmm"]})
     assert plan.notes == ("split_ops names aten::bmm, which this graph never calls",)

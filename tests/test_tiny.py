@@ -50,7 +50,7 @@ def test_explain_shows_the_plan_and_runs_nothing(inputs: tuple[Tensor, Tensor]) 
 
 def test_a_wrong_option_is_refused_by_name(inputs: tuple[Tensor, Tensor]) -> None:
     compiled = torch.compile(layer, backend="dsv4_piecewise", options={"runer": "mrv1"})
-    with pytest.raises(OptionError, match="unknown option 'runer', did you mean 'runner'"):
+    with pytest.raises(OptionError, match="unknown option 'runer': did you mean 'runner'"):
         compiled(*inputs)
 
 

@@ -46,12 +46,14 @@ def explain(
         kwargs: keyword arguments of the call.
 
     Raises:
-        ExplainError: the call traces no graph at all.
+        ExplainError: this is nothing to call, or the call traces no graph at all.
         Dsv4Error: what compiling would raise.
     """
     from ..config import Config
     from ..errors import ExplainError
 
+    if not callable(model_or_fn):
+        raise ExplainError(f"{model_or_fn!r} cannot be called: give a module or a function, and then its arguments")
     traced = torch.compile(
         _fresh(_original(model_or_fn)), backend=_stop_with_plan(Config.from_options(options)), dynamic=True
     )

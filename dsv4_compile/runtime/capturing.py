@@ -28,14 +28,51 @@ def capture(
             fine.
         sizes: token counts to capture.
         progress: show a progress bar (needs tqdm); None: on a terminal only.
+
+    Raises:
+        OptionError: `compiled` or `inputs_for` cannot be called, or `sizes` is no list of token counts.
+        CaptureError: calling `compiled` ran nothing that this backend compiled.
     """
+    from ..errors import CaptureError
     from .restoring import restoring_calls
 
-    with torch.no_grad(), restoring_calls():
-        for size in _shown(sorted(set(sizes), reverse=True), progress):
+    _check_callable("compiled", compiled)
+    _check_callable("inputs_for", inputs_for)
+    with torch.no_grad(), restoring_calls() as restored:
+        for size in _shown(sorted(_checked(sizes), reverse=True), progress):
             inputs = inputs_for(size)
             for _ in range(2):  # the first call of a bucket is its warm-up
                 _call(compiled, inputs)
+            if not restored.calls:
+                raise CaptureError(
+                    f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
+                    'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
+                )
+
+
+def _check_callable(argument: str, value: object) -> None:
+    from ..errors import OptionError
+
+    if not callable(value):
+        raise OptionError(
+            f"capture: {argument} is {value!r}, which cannot be called; the order is compiled, inputs_for, sizes"
+        )
+
+
+def _checked(sizes: object) -> set[int]:
+    from ..errors import OptionError
+
+    if not isinstance(sizes, Iterable):
+        raise OptionError(f"capture: sizes is {sizes!r}; it must be a list of token counts")
+    given = list(sizes)
+    for size in given:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(f"capture: sizes has {size!r}; a token count is a whole number of at least 1")
+    return set(given)
+
+
+def _name(compiled: object) -> str:
+    return getattr(compiled, "__name__", type(compiled).__name__)
 
 
 def _call(compiled: Callable[..., Any], inputs: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +18,38 @@ from torch import Tensor
 from ..draft import Draft, TensorMeta
 
 
-class _Session(threading.local):
-    active = False
+@dataclass(slots=True)
+class Restoring:
+    """One block of `restoring_calls`.
+
+    Attributes:
+        calls: how many compiled calls put back what they wrote.
+    """
+
+    calls: int = 0
 
 
-_session = _Session()
+class _Current(threading.local):
+    block: Restoring | None = None
+
+
+_current = _Current()
 
 
 def is_restoring() -> bool:
     """Whether this thread is inside of `restoring_calls`."""
-    return _session.active
+    return _current.block is not None
 
 
 @contextmanager
-def restoring_calls() -> Iterator[None]:
+def restoring_calls() -> Iterator[Restoring]:
     """Compiled calls of this thread, inside the block, put back what they write."""
-    outer, _session.active = _session.active, True
+    outer, _current.block = _current.block, Restoring()
     try:
         with torch.random.fork_rng():
-            yield
+            yield _current.block
     finally:
-        _session.active = outer
+        _current.block = outer
 
 
 @contextmanager
@@ -49,6 +61,8 @@ def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
         for graph_input, arg in zip(draft.inputs, args, strict=True)
         if isinstance(arg, Tensor) and _storage(draft, graph_input.node) in written
     ]
+    if _current.block is not None:
+        _current.block.calls += 1
     try:
         yield
     finally:

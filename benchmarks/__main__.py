@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from dsv4_compile.inspect.one_line_parser import OneLineParser
+
 from . import compile_time, dispatch, import_time, memory, plan_time, region, ttft
 from .machine import describe
 from .sections import Section, Setting
@@ -63,7 +65,7 @@ def replace_between_marks(page: Path, text: str) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; a wrong one ends the program."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks, one after another.")
+    parser = OneLineParser(prog="python -m benchmarks", description="Run the benchmarks, one after another.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="shrunk sizes; the figures mean nothing")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the results of all between the marks of a page")

@@ -11,9 +11,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from dsv4_compile.inspect.one_line_parser import OneLineParser
 
 from . import dispatch, lanes, memory, region, ttft
 from .machine import describe
@@ -28,8 +31,9 @@ def run_contract_tests() -> bool:
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; the exit code is 1 if a contract test failed."""
+    OneLineParser(description=__doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU")
         return 0

@@ -5,16 +5,19 @@ python examples/compile_attention.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from _layer import layer_and_inputs
 
 import dsv4_compile
+from dsv4_compile.inspect.one_line_parser import OneLineParser
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print what became of the layer, and how the three calls ran."""
+    OneLineParser(description=__doc__).parse_args(arguments)
     layer, args = layer_and_inputs(num_tokens=8)
     options: dict[str, Any] = {"runner": "mrv2"}
     print(dsv4_compile.explain(layer, *args, options=options))

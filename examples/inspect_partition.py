@@ -8,7 +8,6 @@ The second draws the layer before and after, under each runner; `docs/c4a_layer.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from _layer import layer_and_inputs
 
 import dsv4_compile
 from dsv4_compile.errors import OptionError
+from dsv4_compile.inspect.one_line_parser import OneLineParser
 from dsv4_compile.inspect.picture import draw_plans
 from dsv4_compile.plan import Plan
 
@@ -31,7 +31,7 @@ COLUMNS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Dump into a folder, list what is there, and show the program of the captured batch size; or draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="default: one that is removed at the end")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the layer into this file instead")
     options = parser.parse_args(arguments)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from _serving import (
@@ -38,6 +38,7 @@ from transformers.utils import logging
 
 import dsv4_compile
 from dsv4_compile.errors import Dsv4Error, InvalidRequestError
+from dsv4_compile.inspect.one_line_parser import OneLineParser
 from dsv4_compile.integrations.transformers import SwappedModel, load_original, swap_attention
 from dsv4_compile.plan import Plan
 from dsv4_compile.runners import ModelInputs, ModelRunner, ModelRunnerV1, ModelRunnerV2
@@ -240,16 +241,9 @@ def chosen(runner: str | None, region: str | None) -> list[tuple[str, str]]:
     return [(one, where) for one, where in CONFIGURATIONS if runner in (None, one) and region in (None, where)]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; a wrong value ends the program with one line."""
-    parser = _Parser(description=(__doc__ or "").partition("\n")[0])
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: a small random one, made once")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: five of our own")
     parser.add_argument("--tokens", type=positive, default=16, help="new tokens a request (default 16)")

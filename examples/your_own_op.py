@@ -8,6 +8,7 @@ its schema shows that, so the compiler tries to capture it, and the capture refu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import dsv4_compile
 from dsv4_compile.errors import CaptureError
+from dsv4_compile.inspect.one_line_parser import OneLineParser
 
 LIBRARY = torch.library.Library("my_engine", "DEF")
 LIBRARY.define("attend(Tensor q, Tensor lengths, Tensor(a!) out) -> ()")
@@ -46,8 +48,9 @@ class Layer(nn.Module):
         return attended
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the refusal, then the plan and the result after each of the two ways."""
+    OneLineParser(description=__doc__).parse_args(arguments)
     layer, x, lengths = Layer(), torch.randn(6, 16), torch.tensor([2, 4])
     try:
         call_three_times(layer, x, lengths, {})

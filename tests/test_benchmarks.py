@@ -163,8 +163,14 @@ def test_import_time() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_device_check_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert device_check.main() == 0
+    assert device_check.main([]) == 0
     assert capsys.readouterr().out == "no GPU\n"
+
+
+def test_device_check_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        device_check.main(["--quick"])
+    assert capsys.readouterr().err == "error: unrecognized arguments: --quick\n"
 
 
 def test_table_is_padded_and_figures_stand_to_the_right() -> None:
@@ -218,7 +224,8 @@ def test_runner_keeps_a_page_without_marks(tmp_path: Path) -> None:
 def test_runner_refuses(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         runner.main(arguments)
-    assert complaint in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    assert complaint in said
 
 
 def test_a_page_that_cannot_take_the_results_is_refused_before_they_are_made(

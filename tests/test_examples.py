@@ -30,14 +30,14 @@ def test_every_example_is_tested_here_or_as_the_demo() -> None:
 
 
 def test_compile_attention(run: Run) -> None:
-    printed = run("compile_attention")
+    printed = run("compile_attention", [])
     assert printed[0] == "plan: runner mrv2 (asked for), region narrow"
     assert "    dsv4::sparse_indexer          split op" in printed
     assert printed[-4:-1] == [f"{call}: equal to the eager layer" for call in ("warm-up", "capture", "replay")]
 
 
 def test_your_own_op(run: Run) -> None:
-    refused, _, *ways = run("your_own_op")
+    refused, _, *ways = run("your_own_op", [])
     assert refused.startswith("not registered: Tensor.__int__ reads a value back to the host while piece_0")
     assert "your_own_op.py" in refused
     plan = "2 pieces captured; eager: my_engine::attend (split op); the result is equal"
@@ -59,18 +59,34 @@ def test_inspect_partition_in_a_temporary_folder(run: Run, monkeypatch: pytest.M
 
 
 def test_capture_buckets(run: Run) -> None:
-    printed = run("capture_buckets")
+    printed = run("capture_buckets", [])
     assert printed[0].startswith("warmed up: Counters(graphs_compiled=1, ")
     assert " captures=3, replays=3," in printed[0]
     assert printed[-1] == "equal to what the model answers without a compiler"
 
 
-def test_inspect_partition_with_a_file_for_a_folder(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "arguments", "complaint"),
+    [
+        ("compile_attention", ["--bogus"], "unrecognized arguments: --bogus"),
+        ("your_own_op", ["a", "b"], "unrecognized arguments: a b"),
+        ("capture_buckets", ["3"], "unrecognized arguments: 3"),
+        ("inspect_partition", ["a", "b"], "unrecognized arguments: b"),
+        ("inspect_partition", ["a", "--svg", "b"], "FOLDER and --svg are two commands"),
+        ("inspect_partition", ["--svg", "/no/such/folder/x"], "cannot write '/no/such/folder/x'"),
+        ("inspect_partition", [__file__], "option dump_dir="),
+    ],
+)
+def test_a_wrong_argument_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    arguments: list[str],
+    complaint: str,
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
-    with pytest.raises(SystemExit):
-        importlib.import_module("inspect_partition").main([__file__])
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "dump_dir" in said.splitlines()[-1]
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(name).main(arguments)
+    assert stopped.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {complaint}")

@@ -183,10 +183,39 @@ def test_explain_command_says_in_one_line_what_the_model_raises(
 ) -> None:
     write_module(tmp_path, monkeypatch)
     assert main(["explain", f"my_model:{name}"]) == 1
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dsv4_compile: ")]
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1
-    assert error[0].startswith(f"dsv4_compile: tracing my_model:{name} raised ")
+    assert error[0].startswith(f"error: tracing my_model:{name} raised ")
     assert complaint in error[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["show"], "argument COMMAND: invalid choice: 'show'"),
+        (["explain"], "the following arguments are required: MODULE:FUNCTION"),
+        (["explain", "my_model:example", "--runner", "mrv3"], "argument --runner: invalid choice: 'mrv3'"),
+        (["explain", "my_model:example", "--split-op", "no::op"], "torch knows no op 'no::op': "),
+        (["report"], "the following arguments are required: DIR"),
+        (["doctor", "now"], "unrecognized arguments: now"),
+    ],
+)
+def test_a_command_that_makes_no_sense_gets_one_line(
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_module(tmp_path, monkeypatch)
+    try:
+        code: Any = main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {complaint}")
 
 
 def test_explain_command_reports_a_hazard(

@@ -25,8 +25,9 @@ from typing import Any, get_args
 import torch
 
 from ..config import Region, Runner
-from ..errors import Dsv4Error, ExplainError
+from ..errors import Dsv4Error, ExplainError, OptionError, UnknownOpError
 from .explaining import explain
+from .one_line_parser import OneLineParser
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 _NOT_THE_USERS = tuple(
@@ -54,6 +55,8 @@ def _explain(options: argparse.Namespace) -> int:
         return _complain(error, 2)
     try:
         plan = explain(model, *args, options=_backend_options(options), **kwargs)
+    except (OptionError, UnknownOpError) as error:  # such as an unknown --split-op
+        return _complain(error, 2)
     except Dsv4Error as error:
         return _complain(error, 1)
     except Exception as error:  # the model's own, or Dynamo's about the model
@@ -139,12 +142,12 @@ def _backend_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _complain(error: Dsv4Error, code: int) -> int:
     message = str(error).partition("\n")[0]
-    print(f"dsv4_compile: {message}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dsv4_compile", description=(__doc__ or "").partition("\n")[0])
+    parser = OneLineParser(prog="python -m dsv4_compile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_explain(commands.add_parser("explain", help="print what is captured, what is eager and why"))
     _add_report(commands.add_parser("report", help="make an HTML page of what the option dump_dir wrote"))

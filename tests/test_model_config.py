@@ -164,6 +164,36 @@ def test_what_is_refused(changes, message):
         DeepseekV4Config.from_hf(RELEASED | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": "a"}, "num_hidden_layers is 'a'; it must be a whole number above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number above 0"),
+        ({"hidden_size": 4096.5}, r"hidden_size is 4096\.5; it must be a whole number above 0"),
+        ({"vocab_size": True}, "vocab_size is True; it must be a whole number above 0"),
+        ({"o_groups": 0}, "o_groups is 0; it must be a whole number above 0"),
+        ({"sliding_window": -1}, "sliding_window is -1; it must be a whole number above 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; it must be a number above 0"),
+        ({"head_dim": "512", "qk_rope_head_dim": None, "partial_rotary_factor": 0.1}, "head_dim is '512'; it must be"),
+        ({"compress_ratios": 4}, "compress_ratios is 4; it must be a list"),
+        ({"compress_ratios": ["4"] * 44}, r"layer 0 has compression ratio '4'; supported are \[0, 4, 128\]"),
+        ({"compress_ratios": [[4]] * 44}, r"layer 0 has compression ratio \[4\]; supported"),
+        ({"compress_ratios": None, "layer_types": "all"}, "layer_types is 'all'; it must be a list"),
+        ({"compress_ratios": None, "layer_types": [1, 1]}, "layer_types has 1; supported are"),
+        ({"compress_ratios": None, "layer_types": [{}]}, r"layer_types has \{\}; supported are"),
+        ({"head_dim": None, "qk_rope_head_dim": None, "partial_rotary_factor": 0.1}, "lacks head_dim; pass"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be a dict"),
+        ({"rope_scaling": YARN | {"factor": "16"}}, "factor is '16'; it must be a number above 0"),
+        ({"rope_parameters": {"main": 3, "compress": {}}}, r"rope_parameters\['main'\] is 3; it must be a dict"),
+        ({"rope_parameters": {"main": {}, "compress": {}}}, "rope_theta is None; it must be a number above 0"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedConfigError, match=message):
+        DeepseekV4Config.from_hf(RELEASED | changes)
+
+
 def test_a_missing_field_may_come_as_a_keyword():
     released = {k: v for k, v in RELEASED.items() if k != "index_topk"}
     assert DeepseekV4Config.from_hf(released, index_topk=512) == DeepseekV4Config.flash()

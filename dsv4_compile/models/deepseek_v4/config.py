@@ -9,6 +9,7 @@ not a surprise in a kernel.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -92,6 +93,9 @@ class DeepseekV4Config:
     c128_state_block_size: int = 8
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.rope_scaling is not None:
+            _check_numbers(self.rope_scaling)
         object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
         _check_cache_dtype(self.kv_cache_dtype)
         _check_layers(self.compress_ratios, self.num_hidden_layers)
@@ -122,6 +126,9 @@ class DeepseekV4Config:
             UnsupportedConfigError: a field is missing, or asks for something this package does not build.
         """
         values = _as_mapping(config)
+        for name, (kind, words) in _NESTED.items():
+            if values.get(name) is not None:
+                _check_kind(name, values[name], kind, words)
         read = {name: values[name] for name in (f.name for f in fields(cls)) if values.get(name) is not None}
         read["compress_ratios"] = _read_ratios(values)
         read["qk_rope_head_dim"] = _read_rope_dims(values)
@@ -177,6 +184,17 @@ _PRO: dict[str, Any] = {
     "compress_ratios": (128, 128, *(4, 128) * 29, 4, 0),
     "index_topk": 1024,
 }
+# what is computed with before the fields of the class can be checked
+_NESTED: dict[str, tuple[Any, str]] = {
+    "compress_ratios": ((list, tuple), "a list"),
+    "layer_types": ((list, tuple), "a list"),
+    "compress_rates": (Mapping, "a dict"),
+    "rope_parameters": (Mapping, "a dict"),
+    "rope_scaling": (Mapping, "a dict"),
+    "head_dim": (int, "a whole number"),
+    "qk_rope_head_dim": (int, "a whole number"),
+    "partial_rotary_factor": ((int, float), "a number"),
+}
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -203,7 +221,7 @@ def _read_ratios(values: Mapping[str, Any]) -> tuple[int, ...]:
     if layer_types is None:
         raise UnsupportedConfigError("the configuration has neither compress_ratios nor layer_types")
     rates = {**_LAYER_TYPES, **(values.get("compress_rates") or {})}
-    unknown = sorted(set(layer_types) - set(rates))
+    unknown = dict.fromkeys(str(name) for name in layer_types if not isinstance(name, str) or name not in rates)
     if unknown:
         raise UnsupportedConfigError(f"layer_types has {', '.join(unknown)}; supported are {', '.join(_LAYER_TYPES)}")
     return tuple(rates[layer_type] for layer_type in layer_types)
@@ -215,15 +233,17 @@ def _read_rope_dims(values: Mapping[str, Any]) -> int:
         return int(values["qk_rope_head_dim"])
     if values.get("partial_rotary_factor") is None:
         raise UnsupportedConfigError("the configuration has neither qk_rope_head_dim nor partial_rotary_factor")
-    return int(values["head_dim"] * values["partial_rotary_factor"])
+    return int((values.get("head_dim") or 0) * values["partial_rotary_factor"])
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     nested = values.get("rope_parameters") or {}
     if "main" in nested and "compress" in nested:
+        for name in ("main", "compress"):
+            _check_kind(f"rope_parameters[{name!r}]", nested[name], Mapping, "a dict")
         return {
-            "rope_theta": nested["main"]["rope_theta"],
-            "compress_rope_theta": nested["compress"]["rope_theta"],
+            "rope_theta": nested["main"].get("rope_theta"),
+            "compress_rope_theta": nested["compress"].get("rope_theta"),
             "rope_scaling": _read_yarn(nested["compress"]),
         }
     return {"rope_scaling": _read_yarn(values.get("rope_scaling") or nested)}
@@ -243,6 +263,21 @@ def _read_yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
     return YarnScaling(**{f.name: scaling[f.name] for f in fields(YarnScaling) if f.name in scaling})
 
 
+def _check_kind(name: str, value: Any, kind: Any, words: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UnsupportedConfigError(f"{name} is {value!r}; it must be {words}")
+
+
+def _check_numbers(record: DeepseekV4Config | YarnScaling) -> None:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type in ("int", "float"):
+            kind, words = (int, "a whole number") if field.type == "int" else ((int, float), "a number")
+            _check_kind(field.name, value, kind, f"{words} above 0")
+            if not 0 < value < math.inf:
+                raise UnsupportedConfigError(f"{field.name} is {value!r}; it must be {words} above 0")
+
+
 def _check_cache_dtype(kv_cache_dtype: str) -> None:
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise UnsupportedConfigError(
@@ -254,7 +289,7 @@ def _check_layers(ratios: tuple[int, ...], num_layers: int) -> None:
     known = [kind.value for kind in LayerKind]
     for layer_idx, ratio in enumerate(ratios):
         if ratio not in known:
-            raise UnsupportedConfigError(f"layer {layer_idx} has compression ratio {ratio}; supported are {known}")
+            raise UnsupportedConfigError(f"layer {layer_idx} has compression ratio {ratio!r}; supported are {known}")
     if len(ratios) < num_layers:
         raise UnsupportedConfigError(f"compress_ratios has {len(ratios)} entries for {num_layers} layers")
 

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM
 
 import dsv4_compile
+from dsv4_compile.errors import UnsupportedConfigError
 from dsv4_compile.plan import Plan
 from dsv4_compile.runners import ModelRunner
 from dsv4_compile.runners.progress import progress_bar
@@ -40,10 +41,20 @@ class ByteTokenizer:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's own tokenizer, or bytes if it has none."""
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+    """The checkpoint's own tokenizer, or bytes if it has none.
+
+    Raises:
+        UnsupportedConfigError: it has one that cannot be loaded.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return ByteTokenizer()
+    try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return ByteTokenizer()
+    except Exception as error:  # whatever its parsers raise, tokenizers' own being no more than an Exception
+        raise UnsupportedConfigError(
+            f"its tokenizer cannot be loaded: {type(error).__name__}: {error}; copy it again, or remove "
+            f"{', '.join(TOKENIZER_FILES)} to serve bytes"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,11 +161,17 @@ def stop_tokens(model: Any) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
+def small_checkpoint_folder(num_layers: int) -> Path:
+    """Where the small random checkpoint of so many layers is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dsv4_compile" / f"small-{num_layers}-layers"
+
+
 def small_checkpoint(num_layers: int) -> Path:
     """The folder of a small random checkpoint, made if it is not there yet."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4_compile"
-    folder = cache / f"small-{num_layers}-layers"
+    folder = small_checkpoint_folder(num_layers)
     if not folder.is_dir():
+        cache = folder.parent
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             random_model(num_layers).save_pretrained(Path(unfinished) / "checkpoint")

@@ -29,6 +29,7 @@ from _serving import (
     reference,
     serve_batch,
     small_checkpoint,
+    small_checkpoint_folder,
     stop_tokens,
     summarise_plan,
     trace_decode_step,
@@ -81,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         complaint = f"transformers needs a library that is not installed: {error}"
     except (SafetensorError, json.JSONDecodeError) as error:
-        complaint = f"{error}; a file of the checkpoint is damaged or incomplete, copy it again"
+        cure = (
+            "copy it again" if options.model else f"remove {small_checkpoint_folder(options.layers)}, it is made anew"
+        )
+        complaint = f"{error}; a file of the checkpoint is damaged or incomplete, {cure}"
     print(f"error: {options.model or 'small checkpoint'}: {' '.join(complaint.split())}", file=sys.stderr)
     return 2
 

@@ -156,9 +156,9 @@ def test_a_region_that_is_wrong_for_the_runner_gets_one_line(
     check_error(demo, capsys, arguments, "small checkpoint: ", "dsv4::qnorm_rope_kv_insert")
 
 
-def spoil_architecture(folder: Path) -> None:
+def change_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def drop_a_weight(folder: Path) -> None:
@@ -169,9 +169,27 @@ def drop_a_weight(folder: Path) -> None:
 
 SPOILED = {
     "a weight is missing": (drop_a_weight, "lacks 1 weights, for example model.layers.0.self_attn.sinks"),
+    "weights of another width": (
+        lambda folder: change_config(folder, hidden_size=128),
+        "weights have other sizes than config.json says, for example lm_head.weight [256, 64] and not [256, 128]",
+    ),
+    "weights for more tokens": (lambda folder: change_config(folder, vocab_size=100), "weights have other sizes than"),
+    "a number that is a text": (
+        lambda folder: change_config(folder, num_hidden_layers="a"),
+        "num_hidden_layers is 'a'; it must be a whole number above 0",
+    ),
+    "a number that only transformers reads": (
+        lambda folder: change_config(folder, n_routed_experts="a"),
+        "n_routed_experts",
+    ),
+    "layers that are not listed": (lambda folder: change_config(folder, num_hidden_layers=2), "entries for 2 layers"),
+    "a damaged tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text('{"model": 3}'),
+        "its tokenizer cannot be loaded: ",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "damaged or incomplete"),
-    "another architecture": (spoil_architecture, "only 'deepseek_v4' is served"),
+    "another architecture": (lambda folder: change_config(folder, model_type="llama"), "only 'deepseek_v4' is served"),
     "corrupt weights": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"),
         "damaged or incomplete",
@@ -190,6 +208,13 @@ def test_a_spoiled_checkpoint_gets_one_line(
     spoil(folder)
     capsys.readouterr()  # transformers' bars of the saving above
     check_error(demo, capsys, ["--model", str(folder)], f"{folder}: ", message)
+
+
+def test_a_damaged_small_checkpoint_says_what_to_remove(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = demo.small_checkpoint(1)
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    capsys.readouterr()
+    check_error(demo, capsys, ["--layers", "1"], "small checkpoint: ", f"remove {folder}, it is made anew")
 
 
 def check_error(

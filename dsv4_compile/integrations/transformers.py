@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 
@@ -118,22 +119,25 @@ def load_original(
 
     Raises:
         FileNotFoundError: no such folder, or it has no config.json.
-        UnsupportedConfigError: another architecture, a configuration we cannot serve, or weights that are missing.
+        UnsupportedConfigError: another architecture, a configuration we cannot serve, or weights that are missing or
+            have other sizes than the configuration says.
     """
     folder = Path(path)
     DeepseekV4Config.from_hf(_read_config(folder))
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _config_of_transformers(folder)
     if isinstance(quantisation := getattr(config, "quantization_config", None), Mapping):
         config.quantization_config = {**quantisation, "dequantize": True}
     if experts_implementation is not None:
         config._experts_implementation = experts_implementation
     model, report = DeepseekV4ForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+        folder,
+        config=config,
+        dtype=dtype or "auto",
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported then, and refused below
     )
-    if missing := sorted(report["missing_keys"]):
-        raise UnsupportedConfigError(
-            f"{folder}: the checkpoint lacks {len(missing)} weights, for example {missing[0]}; is a file missing?"
-        )
+    _check_loaded(folder, report)
     return model.to(device)
 
 
@@ -179,6 +183,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise UnsupportedConfigError(f"{file} has dtype {dtype!r}, which torch does not have; try 'bfloat16'")
     return config
+
+
+def _config_of_transformers(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:
+        raise UnsupportedConfigError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
+
+
+def _check_loaded(folder: Path, report: Mapping[str, Any]) -> None:
+    if missing := sorted(report["missing_keys"]):
+        raise UnsupportedConfigError(
+            f"{folder}: the checkpoint lacks {len(missing)} weights, for example {missing[0]}; is a file missing?"
+        )
+    if differing := sorted(report["mismatched_keys"]):
+        name, stored, expected = differing[0]
+        raise UnsupportedConfigError(
+            f"{folder}: {len(differing)} weights have other sizes than config.json says, for example {name} "
+            f"{list(stored)} and not {list(expected)}; do the two belong together?"
+        )
 
 
 def _check_plain(model: nn.Module) -> None:

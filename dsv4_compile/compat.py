@@ -12,12 +12,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._C import Argument as Argument
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     import sympy
 
+pytree = _pytree
 # Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
@@ -26,10 +36,24 @@ INFERENCE_MODE_FUNCTIONS = (
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
 )
+# Python functions and tensor attributes do not call function modes inside.
+NoFunctionModes = torch._C.DisableTorchFunction
+# Calls of torch do not reach the dispatch modes of this thread inside.
+no_dispatch_modes = _disable_current_modes
+# Where the public function of an aten op is, if there is one; `torch.nn.functional` calls those of the second.
+PUBLIC_HOMES = (torch, torch._C._nn)
+_CPU = DispatchKeySet(DispatchKey.CPU)
+# Where the dispatcher looks for the CPU kernel of an op, in this order.
+_KERNEL_KEYS = (
+    "CPU",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+)
 # Whether Dynamo compiles anew for a parameter with other strides at the same address. That of 2.11 does not.
 GUARDS_STRIDES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _writing = threading.RLock()
-# Whether any thread has a torch profiler on; 25 ns a call. `torch.autograd._profiler_enabled` asks for
+# Whether any thread has a torch profiler on; asked once a call. `torch.autograd._profiler_enabled` asks for
 # the calling thread alone, and says no to a profiler that was told to watch all threads.
 is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
@@ -53,7 +77,7 @@ def schemas_of(name: str) -> list[torch._C.FunctionSchema]:
 def resolve_overload(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The `OpOverload` that calling an op packet, an overload or a `custom_op` object with these values reaches."""
     target = getattr(target, "_opoverload", target)
-    if not isinstance(target, torch._ops.OpOverloadPacket):
+    if not isinstance(target, OpOverloadPacket):
         return target
     overloads = target.overloads()
     if len(overloads) == 1:
@@ -289,3 +313,29 @@ def stop_recording_to_pool(device_index: int, handle: Any) -> None:
     except RuntimeError:
         return  # it was ended, and the graph gives the pool back itself
     torch._C._cuda_releasePool(device_index, handle)
+
+
+def kernel_of(func: OpOverload) -> tuple[str | None, bool]:
+    """The dispatch key that an op's CPU kernel is registered for, None without one, and whether it is Python."""
+    name = func.name()
+    for key in _KERNEL_KEYS:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            # torch.library keeps a note of every kernel that Python registered
+            return key, f"{name.replace('::', '/')}/{key}" in torch.library._impls
+    return None, False
+
+
+def bind_cpu_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
+    """An op's CPU kernel with its arguments bound, past autograd and modes; no numbers where it wants tensors."""
+    return partial(func._handle.redispatch_boxed, _CPU, *args, **kwargs)
+
+
+def call_composite_kernel(func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Call the kernel of a composite op, numbers for tensors allowed; a function mode on top would call the op."""
+    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def with_lazy_bits_of(tensor: Tensor, alias: Tensor) -> Tensor:
+    """`alias`, conjugated and negated lazily if `tensor` is."""
+    alias = alias.conj() if tensor.is_conj() else alias
+    return torch._neg_view(alias) if tensor.is_neg() else alias

@@ -15,9 +15,8 @@ import math
 from collections.abc import Iterator
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from .compat import hint_of
+from .compat import hint_of, pytree
 from .draft import Draft, Provenance, TensorMeta
 from .ops.registry import find_op
 

@@ -8,9 +8,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from .compat import expr_of, hint_of, op_name
+from .compat import OpOverload, expr_of, hint_of, op_name, pytree
 from .config import Config, runner_reason
 from .draft import Draft, GraphInput, Part, Provenance, TensorMeta, Unit
 from .ops.registry import find_op
@@ -128,7 +127,7 @@ def _is_weight(graph_input: GraphInput) -> bool:
 
 def call_name(node: fx.Node) -> str:
     """What a node calls: "dsv4::forward_mqa", "linear", "add_"."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return op_name(node.target).removesuffix(".default")
     return str(getattr(node.target, "__name__", node.target))
 

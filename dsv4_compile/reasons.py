@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from .compat import expr_of, op_name, wrapped_op
+from .compat import OpOverload, OpOverloadPacket, expr_of, op_name, pytree, wrapped_op
 from .draft import Access, Draft, Provenance, TensorMeta
 from .ops.registry import Role, find_op
 
@@ -21,7 +20,7 @@ def why_split(draft: Draft, node: fx.Node) -> str | None:
     """The node is a split op, or runs one inside."""
     wrapped = wrapped_op(node)
     called = {op_name(wrapped)} if wrapped is not None else set(draft.effects[node].ops)
-    own = op_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    own = op_name(node.target) if isinstance(node.target, OpOverload) else None
     if own is not None and has_role(draft, own, "split"):
         return "split op"
     inside = sorted(op for op in called | set(_ops_in_bodies(draft, node)) if has_role(draft, op, "split"))
@@ -186,6 +185,6 @@ def _is_body(draft: Draft, arg: fx.Node) -> bool:
 
 
 def _call_name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, OpOverloadPacket):
         return f"{node.target._qualified_op_name}.{node.target.overloads()[0]}"
-    return op_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return op_name(node.target) if isinstance(node.target, OpOverload) else ""

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compat import op_name
+from .compat import OpOverload, TorchDispatchMode, op_name, pytree
 from .draft import Access, Effects
 from .errors import AliasingOpError
 from .ops.registry import RegisteredOp, find_op
@@ -115,7 +113,7 @@ class EffectsRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         recording = self._recording
         assert recording is not None, "the mode is only entered by node()"
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             self._record_op(recording, func, args, kwargs, result)
         else:
             self._record_opaque(recording, func, before)
@@ -260,7 +258,7 @@ def _is_foreign_function(node: fx.Node) -> bool:
     """A plain Python function from outside of torch, let in by `allow_in_graph`: what else it does is unknown."""
     module = getattr(node.target, "__module__", None) or ""
     known = module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "math", "")
-    return node.op == "call_function" and not known and not isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and not known and not isinstance(node.target, OpOverload)
 
 
 def _target_name(node: fx.Node) -> str:

@@ -13,9 +13,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .compat import expr_of, is_float_argument, is_static_input, module_of, source_of
+from .compat import expr_of, is_float_argument, is_static_input, is_traceable_wrapper_subclass, module_of, source_of
 from .draft import Draft, GraphInput, Provenance
 from .errors import TrainingError, UnsupportedInputError
 from .ops.registry import RegisteredOp

@@ -27,9 +27,8 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ..compat import expr_of
+from ..compat import expr_of, pytree
 from ..config import Config
 from ..draft import Draft, Part, TensorMeta, Unit
 from ..lane_schedule import START, Events, events_of

@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ..compat import data_dependent_errors, expr_of, hint_of, is_unbacked
+from ..compat import HigherOrderOperator, OpOverload, data_dependent_errors, expr_of, hint_of, is_unbacked, pytree
 from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
 from ..errors import Dsv4Error, PlanError
 from ..recorder import EffectsRecorder, Recording, Storages, bind_arguments
@@ -160,13 +159,13 @@ class _EffectsInterpreter(fx.Interpreter):
         except (Dsv4Error, _NeedsSymbolsError):
             raise
         except Exception:
-            if not isinstance(n.target, torch._ops.HigherOrderOperator):
+            if not isinstance(n.target, HigherOrderOperator):
                 raise
             # some run under Dynamo's own modes only, such as while_loop
             return self._known(traced), self._opaque(n)
 
     def _record_own_op(self, n: fx.Node, recording: Recording) -> None:
-        if isinstance(n.target, torch._ops.OpOverload):
+        if isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             self.recorder.record_role(recording, n.target, bind_arguments(n.target, args, kwargs))
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, expr_of, module_of
+from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, expr_of, module_of, pytree
 from ..draft import Draft, TensorMeta, Unit
 from .scope_modes import autocast_of
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ..compat import op_name, resolve_overload
+from ..compat import OpOverload, OpOverloadPacket, op_name, pytree, resolve_overload
 from ..draft import Draft
 from ..errors import UnsupportedInputError, UnsupportedTransformError
 from ..userlines import where
@@ -53,7 +52,7 @@ def _refuse_transform(node: fx.Node) -> None:
 
 
 def _is_op(target: Any) -> bool:
-    return isinstance(getattr(target, "_opoverload", target), (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return isinstance(getattr(target, "_opoverload", target), (OpOverload, OpOverloadPacket))
 
 
 def _call_overload(node: fx.Node) -> None:
@@ -76,7 +75,7 @@ def _view_target(node: fx.Node) -> Any:
     """For a call that changes the shape of its argument in place: the target that returns a view of that shape."""
     if node.op == "call_method":
         return _METADATA_METHODS.get(str(node.target))
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.inplace_view not in node.target.tags:
+    if not isinstance(node.target, OpOverload) or torch.Tag.inplace_view not in node.target.tags:
         return None
     packet = getattr(torch.ops.aten, node.target._opname.removesuffix("_"), None)
     if packet is None or node.target._overloadname not in packet.overloads():

@@ -53,8 +53,17 @@ def commands_of(program: str) -> list[str]:
 def names() -> dict[str, object]:
     """The names that the blocks leave to the reader."""
     model = AttentionStack(tiny_config())
-    inputs = make_runner(model, ModelRunnerV2).padding_inputs(4)
-    return {"model": model, "input_ids": inputs.input_ids, "positions": inputs.positions, "step": inputs.step}
+    runner = make_runner(model, ModelRunnerV2)
+
+    def inputs_of(num_tokens: int) -> tuple[object, ...]:
+        inputs = runner.padding_inputs(num_tokens)
+        return inputs.input_ids, inputs.positions, inputs.step
+
+    return {
+        "model": model,
+        **dict(zip(("input_ids", "positions", "step"), inputs_of(4), strict=True)),
+        "inputs_of": inputs_of,
+    }
 
 
 def test_the_code_blocks_of_the_readme(names: dict[str, object]) -> None:

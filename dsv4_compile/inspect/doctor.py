@@ -132,7 +132,7 @@ def missing_entry_point() -> str | None:
 def failed_trial(device: str) -> str | None:
     """Why compiling, capturing or replaying a small function fails on a device, or None."""
     options: dict[str, Any] = {"split_ops": ["aten::bmm"]}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(_trial, backend=ENTRY_POINT[1], dynamic=True, options=options)
     try:
         with torch.no_grad():

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from ..compat import op_name
+from ..compat import OpOverload, op_name, pytree
 from ..draft import Draft, TensorMeta
 from ..errors import AliasingOpError, LayoutMismatchError
 from ..userlines import where
@@ -60,6 +58,6 @@ def check_fresh(draft: Draft, node: fx.Node, value: Any, taken: Any) -> None:
 
 
 def _name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return op_name(node.target)
     return str(getattr(node.target, "__name__", node.target))

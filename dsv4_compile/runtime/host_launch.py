@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from ..compat import OpOverload
 from ..errors import CaptureError
 from .host_ops import argument_values, is_opaque
 from .host_pool import Block, Lease

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from ..compat import OpOverload
 from .host_ops import argument_values, has_argument
 from .host_values import leaves_of, map_leaves
 

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from .host_torch import bind_cpu_kernel, kernel_of
+from ..compat import Argument, OpOverload, bind_cpu_kernel, kernel_of
 
 # aten's own undeclared views: they may only be used where the input is not seen again
 _UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
@@ -97,7 +96,7 @@ def is_opaque(func: OpOverload) -> bool:
     return func.namespace not in _OWN
 
 
-def argument_values(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch._C.Argument, Any]]:
+def argument_values(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Argument, Any]]:
     """The arguments that were given, each with its place in the schema."""
     yield from zip(func._schema.arguments, args, strict=False)
     by_name = {argument.name: argument for argument in func._schema.arguments}

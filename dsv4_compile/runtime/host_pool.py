@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..compat import with_lazy_bits_of
 from .engine import ALIGNMENT, POISON
-from .host_torch import with_lazy_bits_of
 
 
 class Lease:

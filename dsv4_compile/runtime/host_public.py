@@ -12,11 +12,9 @@ from types import BuiltinFunctionType
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat import PUBLIC_HOMES, OpOverload, TorchDispatchMode
 from .host_ops import bind_kernel
-from .host_torch import PUBLIC_HOMES
 from .host_twins import out_names
 from .host_values import leaves_of
 

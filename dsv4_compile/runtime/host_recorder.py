@@ -12,9 +12,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat import (
+    NoFunctionModes,
+    OpOverload,
+    TorchDispatchMode,
+    bind_cpu_kernel,
+    call_composite_kernel,
+    no_dispatch_modes,
+)
 from ..errors import CaptureError
 from .host_elide import drop_unused_results, elide_copies
 from .host_lane_log import HostLanes
@@ -23,7 +29,6 @@ from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments
 from .host_ops import Kind, fill_value, kind_of, why_opaque_is_refused
 from .host_pool import Block, HostPool, bytes_needed, place
 from .host_syncs import HostReadGuard, refusal, why_refused
-from .host_torch import NoFunctionModes, bind_cpu_kernel, call_composite_kernel, no_dispatch_modes
 from .host_twins import out_names
 from .host_values import leaves_of, map_leaves
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
+from ..compat import OpOverload
 from ..errors import CaptureError
 from .host_ops import argument_values
 from .host_values import leaves_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from torch._ops import OpOverload
+from ..compat import OpOverload
 
 # What a function that makes a tensor takes and its twin reads off the tensor instead.
 TENSOR_OPTIONS = frozenset(["dtype", "layout", "device", "pin_memory"])

@@ -13,11 +13,13 @@ from types import FrameType, TracebackType
 import torch
 from torch import fx
 
+from .. import compat
 from ..userlines import where
 
 _SKIPPED = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     os.path.join(os.path.dirname(__file__), ""),
+    compat.__file__,
     contextlib.__file__,
 )
 _ASSIGNED = re.compile(r"\s*(\w+)\b.*? = ")

@@ -17,6 +17,7 @@ from dsv4_compile.runtime.entries import Entries
 from dsv4_compile.runtime.host import HostEngine
 from dsv4_compile.runtime.host_launch import Launch
 from dsv4_compile.runtime.keys import KeyReader
+from dsv4_compile.runtime.sizes import SizesOfCalls
 from dsv4_compile.runtime.source import SourceWriter
 
 
@@ -80,13 +81,12 @@ _STEPS = (
     (KeyReader, "read"),
     (Entries, "add"),
     (captured, "place_slots"),
-    (captured, "sizes_of_call"),
+    (SizesOfCalls, "of"),
     (captured, "build_program"),
     (captured, "OverlapCheck"),
     (program, "check_layout"),
     (program, "check_fresh"),
     (uncaptured, "check_layout"),
-    (uncaptured, "sizes_of_call"),
 )
 
 

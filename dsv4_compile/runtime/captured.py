@@ -40,7 +40,7 @@ from .modes import restored_modes
 from .pieces import Pieces
 from .program import BuildContext, build_program
 from .restoring import is_restoring, restored_inputs
-from .sizes import Sizes, sizes_of_call
+from .sizes import Sizes, SizesOfCalls
 from .spans import span
 from .uncaptured import UncapturedCallable
 from .workspace import Arenas, Placement, place_slots, reuse_placement
@@ -82,6 +82,7 @@ class CapturedCallable:
         self._pieces = pieces
         self._config = config
         self._engine = engine
+        self._sizes = SizesOfCalls(draft.symbols)
         self._limits = Limits(config, tokens, bound, draft.slots)
         self._uncaptured = UncapturedCallable(draft, pieces)
         self._lanes = max(draft.lanes.values(), default=0)
@@ -136,7 +137,7 @@ class CapturedCallable:
 
     def _serve_new(self, key: Key, args: tuple[Any, ...]) -> Any:
         bucket, _ = key
-        sizes = sizes_of_call(self._draft, {i.node: arg for i, arg in zip(self._draft.inputs, args, strict=True)})
+        sizes = self._sizes.of({i.node: arg for i, arg in zip(self._draft.inputs, args, strict=True)})
         if self._limits.excludes(sizes):
             return self._serve_uncaptured(args)
         if bucket not in self._warm:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ..draft import Draft, TensorMeta, Unit
 from ..reasons import custom_ops
 from .check_results import check_fresh, check_layout
-from .sizes import Sizes
+from .sizes import Sizes, SizesOfCalls
 
 
 class CheckedRun:
@@ -31,7 +30,7 @@ class CheckedRun:
         self._unit = unit
         # nodes of a unit keep the names of their originals
         self._custom = {node.name: node for node in unit.nodes if custom_ops(draft, node)}
-        self._symbols = {symbol: node for symbol, node in draft.symbols.items() if node in unit.inputs}
+        self._sizes = SizesOfCalls({symbol: node for symbol, node in draft.symbols.items() if node in unit.inputs})
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """Run it.
@@ -44,7 +43,7 @@ class CheckedRun:
 
     def _run(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
         values = dict(zip(self._unit.inputs, inputs, strict=True))
-        sizes = Sizes({symbol: int(values[node]) for symbol, node in self._symbols.items()})
+        sizes = self._sizes.of(values)
         results: Sequence[Tensor] = _Interpreter(self._draft, self._unit, self._custom, sizes).run(*inputs)
         return results
 
@@ -70,5 +69,4 @@ class _Interpreter(fx.Interpreter):
     def _check_layout(self, node: fx.Node, value: Any) -> None:
         meta = self._draft.effects[node].result
         if isinstance(meta, TensorMeta):
-            promised = torch.empty(self._sizes.all_of(meta.shape), dtype=meta.dtype, device="meta")
-            check_layout(self._draft, node, value, promised)
+            check_layout(self._draft, node, value, self._sizes.promised(meta))

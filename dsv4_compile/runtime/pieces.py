@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, fx
 
 from ..compat import GUARDS_STRIDES
@@ -31,7 +30,7 @@ from .capture_state import Lanes, current_lanes
 from .check_results import check_fresh, check_layout, has_strides_of
 from .checked_run import CheckedRun
 from .compiled_function import CompiledFunction
-from .sizes import Sizes
+from .sizes import Sizes, SizesOfCalls
 from .workspace import copier
 
 
@@ -103,11 +102,11 @@ class PartedPiece:
         self._steps = tuple(_steps(draft, unit, functions))
         # compiled code reads the results of the ops between where they are
         self._strict = any(function is not None for function in functions)
-        self._symbols = {symbol: node for symbol, node in draft.symbols.items() if node in unit.inputs}
+        self._sizes = SizesOfCalls({symbol: node for symbol, node in draft.symbols.items() if node in unit.inputs})
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """See `PieceFunction`."""
-        sizes = self._sizes(dict(zip(self._unit.inputs, inputs, strict=True)))
+        sizes = self._sizes.of(dict(zip(self._unit.inputs, inputs, strict=True)))
         slots = [sizes.allocate(self._meta(node)) for node in self._unit.outputs]
         self.fill(inputs, slots)
         return slots
@@ -117,7 +116,7 @@ class PartedPiece:
     def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
         values = dict(zip(self._unit.inputs, inputs, strict=True))
-        sizes = self._sizes(values)
+        sizes = self._sizes.of(values)
         values.update(zip(self._unit.outputs, slots, strict=True))
         lanes = current_lanes()
         if lanes is None or all(step.lane == 0 for step in self._steps):
@@ -158,14 +157,14 @@ class PartedPiece:
         if step.function is None:
             self._run_as_it_is(step, inputs, values, sizes)
             return
-        promised = [self._promised(node, sizes) for node in step.unit.outputs]
+        promised = [sizes.promised(self._meta(node)) for node in step.unit.outputs]
         results = step.function.run(inputs, [values.get(node) for node in step.unit.outputs], promised)
         values.update(zip(step.unit.outputs, results, strict=True))
 
     def _run_as_it_is(self, step: _Step, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes) -> None:
         """Results that leave the piece are copied to their slots, the others are taken as they are."""
         for node, result in zip(step.unit.outputs, step.checked(*inputs), strict=True):
-            promised = self._promised(node, sizes)
+            promised = sizes.promised(self._meta(node))
             check_fresh(self._draft, node, result, inputs)
             check_layout(self._draft, node, result, promised, strides=self._strict and is_custom(self._draft, node))
             if node in values:
@@ -175,13 +174,6 @@ class PartedPiece:
                 copier(values[node])(result)
             else:
                 values[node] = result
-
-    def _sizes(self, values: Mapping[fx.Node, Any]) -> Sizes:
-        return Sizes({symbol: int(values[node]) for symbol, node in self._symbols.items()})
-
-    def _promised(self, node: fx.Node, sizes: Sizes) -> Tensor:
-        meta = self._meta(node)
-        return torch.empty_strided(sizes.all_of(meta.shape), sizes.all_of(meta.stride), dtype=meta.dtype, device="meta")
 
     def _meta(self, node: fx.Node) -> TensorMeta:
         meta = self._draft.effects[node].result

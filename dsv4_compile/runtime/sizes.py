@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -10,15 +11,18 @@ import torch
 from torch import Tensor, fx
 
 from ..compat import expr_of
-from ..draft import Draft, TensorMeta
+from ..draft import TensorMeta
+
+KEPT = 64  # token counts of a graph that come again and again, captured or not
 
 
 class Sizes:
-    """Evaluates size expressions for given symbol values, each expression once."""
+    """Evaluates size expressions for given symbol values, each expression once; any thread may ask at any time."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         self._known: dict[sympy.Expr, int] = {}
+        self._promised: dict[int, tuple[TensorMeta, Tensor]] = {}  # by identity: symbolic sizes have no hash
 
     def of(self, size: Any) -> int:
         """The value of an int or a SymInt."""
@@ -38,13 +42,32 @@ class Sizes:
         """The values of several."""
         return tuple(self.of(size) for size in sizes)
 
+    def promised(self, meta: TensorMeta) -> Tensor:
+        """A tensor of this layout on the meta device; made once, so not to be changed."""
+        known = self._promised.get(id(meta))
+        if known is None:
+            shape, stride = self.all_of(meta.shape), self.all_of(meta.stride)
+            known = meta, torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+            self._promised[id(meta)] = known
+        return known[1]
+
     def allocate(self, meta: TensorMeta) -> Tensor:
         """Uninitialised memory of this layout."""
-        return torch.empty_strided(
-            self.all_of(meta.shape), self.all_of(meta.stride), dtype=meta.dtype, device=meta.device
-        )
+        layout = self.promised(meta)
+        return torch.empty_strided(layout.size(), layout.stride(), dtype=meta.dtype, device=meta.device)
 
 
-def sizes_of_call(draft: Draft, values: Mapping[fx.Node, Any]) -> Sizes:
-    """The sizes of a call, given the values of the graph's placeholders."""
-    return Sizes({symbol: int(values[node]) for symbol, node in draft.symbols.items()})
+class SizesOfCalls:
+    """The `Sizes` of the calls of a graph or of one of its units; those of the last calls are kept.
+
+    Args:
+        symbols: the size symbols, and the nodes that have their values.
+    """
+
+    def __init__(self, symbols: Mapping[sympy.Symbol, fx.Node]) -> None:
+        self._nodes = tuple(symbols.values())
+        self._of_numbers = lru_cache(KEPT)(lambda *numbers: Sizes(dict(zip(symbols, numbers, strict=True))))
+
+    def of(self, values: Mapping[fx.Node, Any]) -> Sizes:
+        """The sizes of a call, given the values of these nodes."""
+        return self._of_numbers(*[int(values[node]) for node in self._nodes])

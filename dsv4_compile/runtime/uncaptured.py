@@ -5,7 +5,7 @@ This is `engine="off"`, and every call of the other engines that no captured pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,11 +21,13 @@ from .check_results import check_layout, has_strides_of
 from .modes import restored_modes
 from .pieces import PieceFunction, Pieces
 from .restoring import is_restoring, restored_inputs
-from .sizes import Sizes, sizes_of_call
+from .sizes import Sizes, SizesOfCalls
 from .spans import in_span
 from .workspace import copier
 
 WarmUp = Callable[[Callable[[], None]], None]
+# an output, its layout if sizes alone decide it, and whether its strides have to be those
+_Promise = tuple[fx.Node, TensorMeta | None, bool]
 
 
 class UncapturedCallable:
@@ -44,6 +46,8 @@ class UncapturedCallable:
         self._scalars = [node for node, effects in draft.effects.items() if effects.bucket_scalar]
         self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
         self._pieces = pieces
+        self._promises = {unit.name: tuple(self._promises_of(unit)) for unit in draft.units}
+        self._sizes = SizesOfCalls(draft.symbols)
         self._steps = [(unit, self._last_used(index)) for index, unit in enumerate(draft.units)]
 
     def _last_used(self, index: int) -> list[fx.Node]:
@@ -51,6 +55,12 @@ class UncapturedCallable:
         later = {node for unit in (*self._draft.units[index + 1 :], self._epilogue) for node in unit.inputs}
         unit = self._draft.units[index]
         return [node for node in (*unit.inputs, *unit.outputs) if node not in later]
+
+    def _promises_of(self, unit: Unit) -> Iterator[_Promise]:
+        for node in unit.outputs:
+            result = self._draft.effects[node].result
+            meta = result if isinstance(result, TensorMeta) and not has_unknown_size(self._draft, result) else None
+            yield node, meta, self._pieces.are_compiled and is_custom(self._draft, node)
 
     def __call__(self, *args: Any) -> Any:
         """Run every unit."""
@@ -105,12 +115,9 @@ class UncapturedCallable:
     def _checked(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> list[Any]:
         """The results, if they are as promised; what goes to compiled pieces gets the strides they were made for."""
         checked = []
-        for node, result in zip(unit.outputs, results, strict=True):
-            meta = self._draft.effects[node].result
-            if isinstance(meta, TensorMeta) and not has_unknown_size(self._draft, meta):
-                shape, stride = sizes.all_of(meta.shape), sizes.all_of(meta.stride)
-                promised = torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
-                strict = self._pieces.are_compiled and is_custom(self._draft, node)
+        for (node, meta, strict), result in zip(self._promises[unit.name], results, strict=True):
+            if meta is not None:
+                promised = sizes.promised(meta)
                 check_layout(self._draft, node, result, promised, strides=strict)
                 if self._pieces.are_compiled and not has_strides_of(result, promised):
                     result = _laid_out_as(sizes.allocate(meta), result)
@@ -121,7 +128,7 @@ class UncapturedCallable:
         """Read the host scalars and make the allocations that several units touch."""
         for node in self._scalars:
             values[node] = values[node.all_input_nodes[0]].item()
-        sizes = sizes_of_call(self._draft, values)
+        sizes = self._sizes.of(values)
         for node in self._draft.allocations:
             meta = self._draft.effects[node].result
             assert isinstance(meta, TensorMeta), "an allocation makes a tensor"

@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(VENV)/bin/python examples/serve_checkpoint.py
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

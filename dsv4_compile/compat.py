@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -292,6 +292,14 @@ def compile_with_aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable
 
     compiled: Callable[..., Any] = lookup_backend("aot_eager")(gm, list(fakes))
     return compiled
+
+
+def python_kernels() -> AbstractContextManager[None]:
+    """Composite ops run in their Python form, where they have one; so Dynamo and AOTAutograd run them on fakes."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    context: AbstractContextManager[None] = enable_python_dispatcher()
+    return context
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

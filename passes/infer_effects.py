@@ -20,13 +20,23 @@ depends on data) the graph runs again on symbolic fakes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..compat import HigherOrderOperator, OpOverload, data_dependent_errors, expr_of, hint_of, is_unbacked, pytree
+from ..compat import (
+    HigherOrderOperator,
+    OpOverload,
+    data_dependent_errors,
+    expr_of,
+    hint_of,
+    is_unbacked,
+    python_kernels,
+    pytree,
+)
 from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
 from ..errors import Dsv4Error, PlanError
 from ..recorder import EffectsRecorder, Recording, Storages, bind_arguments
@@ -67,7 +77,7 @@ def _run(draft: Draft, stand_ins: StandIns) -> Draft:
         if isinstance(value, torch.Tensor)
     }
     # Composite ops arrive whole in inference mode, where `reshape` would pass for a view although it may copy.
-    with torch.inference_mode(False), torch.no_grad(), stand_ins.mode:
+    with torch.inference_mode(False), torch.no_grad(), stand_ins.mode, _kernels_for(stand_ins):
         interpreter.run(*stand_ins.values, enable_io_processing=False)
     effects = interpreter.effects
     for constant in interpreter.constants:
@@ -75,6 +85,11 @@ def _run(draft: Draft, stand_ins: StandIns) -> Draft:
     floats = {graph_input.node for graph_input in draft.inputs if graph_input.number}
     _mark(effects, interpreter.recorder.step_state, provenance, floats)
     return _filled(draft, effects, provenance)
+
+
+def _kernels_for(stand_ins: StandIns) -> AbstractContextManager[None]:
+    """Some composite ops take symbolic sizes in their Python form alone, such as matmul of 3 dims in torch 2.11."""
+    return nullcontext() if stand_ins.concrete else python_kernels()
 
 
 def _mark(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runner_helpers import make_prompts
-from runtime_helpers import captured_sizes, entries, live_bytes, the_owner
+from runtime_helpers import captured_sizes, live_bytes, the_owner
 from serving import BUCKETS, CONFIG, SETUPS, Served, Traffic
 
 import dsv4_compile
@@ -157,7 +157,7 @@ def test_step_state_that_moves_is_noticed_and_captured_again() -> None:
         with counters.expect(captures=1, recaptures=1, uncaptured_calls=0, replays=4):
             for _ in range(4):
                 served.step()
-    assert len([entry for entry in entries() if entry.bucket == (2,)]) == ADDRESS_SETS  # and no more, ever
+    assert captured_sizes().count(2) == ADDRESS_SETS  # and no more, ever
 
 
 def test_one_buffer_of_the_step_state_that_moves_is_enough() -> None:

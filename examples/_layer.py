@@ -14,32 +14,6 @@ Model = Callable[[Tensor, Tensor, StepState], Tensor]
 MAX_TOKENS = 64
 
 
-def tiny_config(ratios: tuple[int, ...]) -> DeepseekV4Config:
-    """Small sizes; one layer for each ratio: 0 is SWA, 4 is C4A, 128 is C128A."""
-    return DeepseekV4Config(
-        hidden_size=32,
-        num_hidden_layers=len(ratios),
-        num_attention_heads=4,
-        head_dim=16,
-        qk_rope_head_dim=8,
-        q_lora_rank=16,
-        o_lora_rank=8,
-        o_groups=2,
-        sliding_window=16,
-        compress_ratios=ratios,
-        index_n_heads=8,
-        index_head_dim=16,
-        index_topk=8,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        compress_rope_theta=160000.0,
-        rope_scaling=None,
-        max_position_embeddings=1024,
-        vocab_size=64,
-        max_num_batched_tokens=MAX_TOKENS,
-    )
-
-
 def make_runner(model: Model, stack: AttentionStack, buckets: Sequence[int] | None = None) -> ModelRunnerV2:
     """A runner for a model (compiled or not) around the stack's layers; it puts its caches on them."""
     return ModelRunnerV2(
@@ -55,7 +29,7 @@ def make_runner(model: Model, stack: AttentionStack, buckets: Sequence[int] | No
 
 def layer_and_inputs(num_tokens: int) -> tuple[DeepseekV4Attention, tuple[Tensor, Tensor, StepState]]:
     """A C4A layer, and (hidden states [T, 32], positions [T], step) of the first step of one request."""
-    stack = AttentionStack(tiny_config((4,)))
+    stack = AttentionStack(DeepseekV4Config.tiny([4], max_num_batched_tokens=MAX_TOKENS))
     steps: list[tuple[Tensor, StepState]] = []
 
     def record(input_ids: Tensor, positions: Tensor, step: StepState) -> Tensor:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from _layer import MAX_TOKENS, make_runner, tiny_config
+from _layer import MAX_TOKENS, make_runner
 
 import dsv4_compile
 from dsv4_compile.inspect.one_line_parser import OneLineParser
-from dsv4_compile.models.deepseek_v4 import AttentionStack
+from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Config
 
 BUCKETS = (2, 8, MAX_TOKENS)
 PROMPTS = ([1, 2, 3], list(range(60)), [5] * 20)
@@ -24,7 +24,7 @@ PROMPTS = ([1, 2, 3], list(range(60)), [5] * 20)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Capture, serve, and print the counters of both."""
     OneLineParser(description=__doc__).parse_args(arguments)
-    stack = AttentionStack(tiny_config((0, 4, 128)))
+    stack = AttentionStack(DeepseekV4Config.tiny([0, 4, 128], max_num_batched_tokens=MAX_TOKENS))
     options: dict[str, Any] = {"runner": "mrv2", "max_tokens": MAX_TOKENS}  # one workspace, made for the largest
     compiled = torch.compile(stack, backend="dsv4_piecewise", dynamic=True, options=options)
     runner = make_runner(compiled, stack, BUCKETS)

@@ -79,6 +79,12 @@ def test_presets_take_overrides():
     assert DeepseekV4Config.flash().cache_dtype(torch.float32) is torch.float32
 
 
+def test_tiny_has_a_layer_for_each_ratio():
+    config = DeepseekV4Config.tiny([0, 4, 4, 128], vocab_size=7)
+    assert [config.kind(i).value for i in range(config.num_hidden_layers)] == [0, 4, 4, 128]
+    assert (config.vocab_size, config.rope_scaling) == (7, None)
+
+
 def hf_config():
     # from the released layout, through transformers
     return HfConfig(**{k: v for k, v in RELEASED.items() if k not in ("model_type", "quantization_config")})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -151,6 +151,12 @@ class DeepseekV4Config:
         """The released Pro model: 61 layers, 128 heads."""
         return cls(**{**_SHARED, **_PRO, **overrides})
 
+    @classmethod
+    def tiny(cls, compress_ratios: Sequence[int], **overrides: Any) -> DeepseekV4Config:
+        """No released model: sizes to try things with on a CPU, and one layer for each ratio."""
+        layers = {"compress_ratios": tuple(compress_ratios), "num_hidden_layers": len(compress_ratios)}
+        return cls(**{**_SHARED, **_TINY, **layers, **overrides})
+
 
 _SHARED: dict[str, Any] = {
     "head_dim": 512,
@@ -183,6 +189,23 @@ _PRO: dict[str, Any] = {
     "o_groups": 16,
     "compress_ratios": (128, 128, *(4, 128) * 29, 4, 0),
     "index_topk": 1024,
+}
+_TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "sliding_window": 16,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "rope_scaling": None,
+    "max_position_embeddings": 1024,
+    "vocab_size": 64,
+    "max_num_batched_tokens": 256,
 }
 # what is computed with before the fields of the class can be checked
 _NESTED: dict[str, tuple[Any, str]] = {

@@ -40,22 +40,14 @@ def static(tensor: Tensor) -> Tensor:
 # written inputs
 
 
-def test_static_input_is_written_in_place() -> None:
+@pytest.mark.parametrize("role", [InputRole.STATIC, InputRole.BOUND])
+def test_a_written_input_that_stays_put_is_written_in_place(role: InputRole) -> None:
     pair = Pair(accumulate, HOST)
-    cache = static(torch.zeros(16, 4))
+    cache = torch.zeros(16, 4) if role is InputRole.BOUND else static(torch.zeros(16, 4))
     with counters.expect(captures=2, recaptures=0, replays=10, uncaptured_calls=2):
         for n in (5, 6) * 6:
             pair(rows(n), cache)
-    assert role_of("cache") is InputRole.STATIC
-
-
-def test_written_input_that_stays_put_is_bound() -> None:
-    pair = Pair(accumulate, HOST)
-    cache = torch.zeros(16, 4)
-    with counters.expect(captures=2, recaptures=0, replays=10, uncaptured_calls=2):
-        for n in (5, 6) * 6:
-            pair(rows(n), cache)
-    assert role_of("cache") is InputRole.BOUND
+    assert role_of("cache") is role
 
 
 def test_written_input_that_moves_now_and_then_is_captured_again() -> None:

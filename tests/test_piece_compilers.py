@@ -342,40 +342,38 @@ def test_a_number_is_a_constant_of_the_code_and_another_one_runs_uncompiled(
     assert len([record for record in caplog.records if "uncompiled" in record.message]) == 1
 
 
+def writes_between_reads(x: Tensor, y: Tensor) -> Tensor:
+    before = y + 1
+    x.mul_(3)
+    return before + y
+
+
 @every_compiler
 @pytest.mark.parametrize("engine", ["off", "host"])
 def test_inputs_that_come_to_share_memory_run_uncompiled(compiler: str, engine: str) -> None:
-    def model(x: Tensor, y: Tensor) -> Tensor:
-        before = y + 1
-        x.mul_(3)
-        return before + y
-
     options = {"piece_compiler": chosen(compiler), "engine": engine}
-    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    compiled = torch.compile(writes_between_reads, backend="dsv4_piecewise", dynamic=True, options=options)
     for _ in range(3):
         x, y = torch.randn(8, 4), torch.randn(8, 4)
-        torch.testing.assert_close(compiled(x.clone(), y), model(x, y))
+        torch.testing.assert_close(compiled(x.clone(), y), writes_between_reads(x, y))
     with dsv4_compile.counters.expect(uncompiled_pieces=3):
         for _ in range(3):
             memory = torch.randn(9, 4)
             twin = memory.clone()
-            torch.testing.assert_close(compiled(memory[1:], memory[:8]), model(twin[1:], twin[:8]))
+            expected = writes_between_reads(twin[1:], twin[:8])
+            torch.testing.assert_close(compiled(memory[1:], memory[:8]), expected)
             torch.testing.assert_close(memory, twin)
 
 
 @every_compiler
 def test_inputs_that_share_memory_from_the_start_are_not_compiled(compiler: str) -> None:
-    def model(x: Tensor, y: Tensor) -> Tensor:
-        before = y + 1
-        x.mul_(3)
-        return before + y
-
     options = {"piece_compiler": chosen(compiler)}
-    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
+    compiled = torch.compile(writes_between_reads, backend="dsv4_piecewise", dynamic=True, options=options)
     for _ in range(4):
         memory = torch.randn(9, 4)
         twin = memory.clone()
-        torch.testing.assert_close(compiled(memory[1:], memory[:8]), model(twin[1:], twin[:8]))
+        expected = writes_between_reads(twin[1:], twin[:8])
+        torch.testing.assert_close(compiled(memory[1:], memory[:8]), expected)
         torch.testing.assert_close(memory, twin)
 
 

@@ -94,15 +94,12 @@ def plan_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, observe: Observer
 ) -> tuple[Draft, Plan]:
     """Compute what becomes of a graph, without compiling or capturing anything."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    symbolic = _stand_ins(symbolic_stand_ins(example_inputs, placeholders), concrete=False)
-    concrete = _stand_ins(concrete_stand_ins(example_inputs), concrete=True)
     ops = with_split_ops(snapshot(), config.split_ops)
-    draft = draft_graph(gm, example_inputs, symbolic.values, ops, graph_break_reason(gm))
-    draft = run_passes(draft, pass_order(config, concrete, symbolic), observe)
+    draft = draft_graph(gm, example_inputs, ops, graph_break_reason(gm))
+
+    def stand_ins(concrete: bool) -> StandIns:
+        mode, values = concrete_stand_ins(example_inputs) if concrete else symbolic_stand_ins(example_inputs, gm)
+        return StandIns(mode=mode, values=values, concrete=concrete)
+
+    draft = run_passes(draft, pass_order(config, stand_ins), observe)
     return draft, make_plan(draft, config)
-
-
-def _stand_ins(made: tuple[Any, tuple[Any, ...]], *, concrete: bool) -> StandIns:
-    mode, values = made
-    return StandIns(mode=mode, values=values, concrete=concrete)

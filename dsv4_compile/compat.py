@@ -122,7 +122,7 @@ def graph_break_reason(gm: fx.GraphModule) -> str | None:
     return str(reason.reason).partition("\n")[0] if reason is not None and reason.graph_break else None
 
 
-def symbolic_stand_ins(example_inputs: Sequence[Any], placeholders: Sequence[fx.Node]) -> tuple[Any, tuple[Any, ...]]:
+def symbolic_stand_ins(example_inputs: Sequence[Any], gm: fx.GraphModule) -> tuple[Any, tuple[Any, ...]]:
     """The fake mode of the current trace, and one fake or SymInt per graph input, all of that mode.
 
     The `example_value` of a parameter belongs to another mode, so tensors are made fake again, with the symbolic
@@ -132,7 +132,7 @@ def symbolic_stand_ins(example_inputs: Sequence[Any], placeholders: Sequence[fx.
     mode = context.fake_mode
     assert mode is not None, "a Dynamo backend always runs under a fake mode"
     fakes: list[Any] = []
-    for example, placeholder in zip(example_inputs, placeholders, strict=True):
+    for example, placeholder in zip(example_inputs, gm.graph.find_nodes(op="placeholder"), strict=True):
         if isinstance(example, torch.Tensor):
             symbolic = context.tensor_to_context.get(example)
             source = getattr(symbolic, "tensor_source", None)
@@ -161,6 +161,11 @@ def expr_of(size: Any) -> sympy.Expr:
     import sympy
 
     return sympy.Integer(size)
+
+
+def size_text(size: Any) -> str:
+    """The expression of an int or a SymInt as text; most are ints, of which sympy takes its time to make a text."""
+    return str(size.node.expr if isinstance(size, torch.SymInt) else size)
 
 
 def hint_of(size: Any) -> int:

@@ -41,7 +41,7 @@ class GraphInput:
     Attributes:
         node: the placeholder.
         name: how the user reaches it, e.g. "step.swa_slot_mapping" or "layers.0.wq_b.weight".
-        value: its fake tensor, or a SymInt.
+        value: its fake tensor in the trace, or a SymInt; only to be looked at, since each may belong to another mode.
         provenance: of its storage; a size has none and says so.
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
         owned: a parameter or buffer of a module, which lives as long as the module does.

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from .compat import OpOverload, expr_of, hint_of, op_name, pytree
+from .compat import OpOverload, expr_of, hint_of, op_name, pytree, size_text
 from .config import Config, runner_reason
 from .draft import Draft, GraphInput, Part, Provenance, TensorMeta, Unit
 from .ops.registry import find_op
@@ -83,10 +83,11 @@ def _scalars(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[st
 
 def _units(draft: Draft, by_node: Mapping[fx.Node, GraphInput], *, compiles: bool) -> Iterator[PlanUnit]:
     """An allocation made outside shows as given by the first unit that touches it, which is the one that fills it."""
-    waiting = list(draft.allocations)
+    waiting = dict.fromkeys(draft.allocations)
     for unit in draft.units:
         filled = [node for node in waiting if node in unit.inputs]
-        waiting = [node for node in waiting if node not in filled]
+        for node in filled:
+            del waiting[node]
         yield _unit(draft, unit, filled, by_node, compiles=compiles)
 
 
@@ -145,7 +146,7 @@ def layout(result: Any) -> str:
     """ "[s77, 64] float32" of a tensor; "number" of anything else."""
     if not isinstance(result, TensorMeta):
         return "number"
-    sizes = ", ".join(str(expr_of(size)) for size in result.shape)
+    sizes = ", ".join(map(size_text, result.shape))
     return f"[{sizes}] {str(result.dtype).removeprefix('torch.')}"
 
 

@@ -23,7 +23,6 @@ from .ops.registry import RegisteredOp
 def draft_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    fakes: Sequence[Any],
     ops: Mapping[str, RegisteredOp],
     break_reason: str | None = None,
 ) -> Draft:
@@ -32,7 +31,6 @@ def draft_graph(
     Args:
         gm: Dynamo's graph; it is not changed.
         example_inputs: one real tensor or SymInt per placeholder.
-        fakes: the same as fakes of one mode.
         ops: roles of ops by name.
         break_reason: why Dynamo ended the graph before the function did, if so.
 
@@ -46,14 +44,14 @@ def draft_graph(
         GraphInput(
             node=node,
             name=readable_name(source_of(node)),
-            value=fake,
+            value=node.meta["example_value"],
             provenance=_provenance(example),
             static=isinstance(example, torch.Tensor) and is_static_input(example),
             number=is_float_argument(node),
             scalar=_scalar(example),
             owned=re.search(r"\._(parameters|buffers)\[", source_of(node)) is not None,
         )
-        for node, example, fake in zip(placeholders, example_inputs, fakes, strict=True)
+        for node, example in zip(placeholders, example_inputs, strict=True)
     )
     _refuse_training(inputs, example_inputs)
     _refuse_subclasses(inputs, example_inputs)

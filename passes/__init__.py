@@ -36,14 +36,14 @@ Pass = Callable[[Draft], Draft]
 Observer = Callable[[str, Draft], None]
 
 
-def pass_order(config: Config, concrete: StandIns, symbolic: StandIns) -> tuple[Pass, ...]:
+def pass_order(config: Config, stand_ins: Callable[[bool], StandIns]) -> tuple[Pass, ...]:
     """All passes with their settings bound, in the order in which they run."""
     return (
         resolve_targets,
         scope_modes,
         decompose_sizes,
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
-        partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
+        partial(infer_effects, stand_ins=stand_ins),  # everything below decides from effects
         relate_offsets,  # before results are rebased, which makes strided views of its own
         rebase_results,
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),

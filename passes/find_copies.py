@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from ..compat import expr_of
+from ..compat import expr_of, size_text
 from ..draft import Draft, TensorMeta, Unit
 
 
@@ -66,7 +66,7 @@ def _input_key(draft: Draft, node: fx.Node, scalars: Mapping[fx.Node, float]) ->
     if not isinstance(meta, TensorMeta):
         return (node.name,)  # sizes are the same only if they are the same symbol
     layouts = (meta.shape, meta.stride)
-    return (*(tuple(str(expr_of(s)) for s in part) for part in layouts), meta.dtype, meta.device)
+    return (*(tuple(map(size_text, part)) for part in layouts), meta.dtype, meta.device)
 
 
 def _sharing(draft: Draft, unit: Unit) -> tuple[tuple[int, str], ...]:

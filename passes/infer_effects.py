@@ -19,7 +19,7 @@ depends on data) the graph runs again on symbolic fakes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -50,22 +50,21 @@ class _NeedsSymbolsError(Exception):
     """The concrete run cannot tell the symbolic shape of some value."""
 
 
-def infer_effects(draft: Draft, *, concrete: StandIns, symbolic: StandIns) -> Draft:
+def infer_effects(draft: Draft, *, stand_ins: Callable[[bool], StandIns]) -> Draft:
     """Fill in `effects` for every node and the provenance of every storage.
 
     Args:
         draft: the normalised graph.
-        concrete: fakes of the inputs with the sizes of the trace.
-        symbolic: fakes of the inputs with symbolic sizes.
+        stand_ins: whether concrete -> fakes of the inputs, with the sizes of the trace or with symbols.
 
     Raises:
         AliasingOpError: an op shares storage in a way its schema does not declare.
         PlanError: a node cannot be run on fake tensors.
     """
     try:
-        return _run(draft, concrete)
+        return _run(draft, stand_ins(True))
     except _NeedsSymbolsError:
-        return _run(draft, symbolic)
+        return _run(draft, stand_ins(False))
 
 
 def _run(draft: Draft, stand_ins: StandIns) -> Draft:

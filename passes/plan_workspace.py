@@ -11,6 +11,7 @@ tensor in every call.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -42,36 +43,36 @@ def _role(draft: Draft, graph_input: GraphInput, taken_by_piece: bool, written: 
 
 
 def _slots(draft: Draft, roles: Mapping[fx.Node, InputRole], taken_by_piece: set[fx.Node]) -> Iterator[Slot]:
+    takers = _takers(draft)
     for node, role in roles.items():
         if role is InputRole.STAGED:
-            yield _slot(draft, node, START)
+            yield _slot(draft, node, START, takers[node][-1])
     for node in draft.allocations:
-        yield _slot(draft, node, _first_use(draft, node))
+        yield _slot(draft, node, takers[node][0], takers[node][-1])
     for index, unit in enumerate(draft.units):
         for node in unit.outputs:
             if (unit.kind == "piece" or node in taken_by_piece) and _is_tensor(draft, node):
-                yield _slot(draft, node, index)
+                yield _slot(draft, node, index, takers[node][-1])
+
+
+def _takers(draft: Draft) -> Mapping[fx.Node, Sequence[int]]:
+    """The units that take a value, in order; the epilogue counts as one after all others."""
+    assert draft.epilogue is not None, "the graph is partitioned by now"
+    takers: defaultdict[fx.Node, list[int]] = defaultdict(list)
+    for index, unit in enumerate((*draft.units, draft.epilogue)):
+        for node in unit.inputs:
+            takers[node].append(index)
+    return takers
 
 
 def _is_tensor(draft: Draft, node: fx.Node) -> bool:
     return isinstance(draft.effects[node].result, TensorMeta)
 
 
-def _slot(draft: Draft, node: fx.Node, first: int) -> Slot:
+def _slot(draft: Draft, node: fx.Node, first: int, last: int) -> Slot:
     meta = draft.effects[node].result
     assert isinstance(meta, TensorMeta), "only tensors have slots"
-    return Slot(node=node, meta=meta, first=first, last=_last_use(draft, node))
-
-
-def _first_use(draft: Draft, node: fx.Node) -> int:
-    return next(index for index, unit in enumerate(draft.units) if node in unit.inputs)
-
-
-def _last_use(draft: Draft, node: fx.Node) -> int:
-    """The last unit that takes a value; the epilogue counts as one after all others."""
-    assert draft.epilogue is not None, "the graph is partitioned by now"
-    units = (*draft.units, draft.epilogue)
-    return max(index for index, unit in enumerate(units) if node in unit.inputs)
+    return Slot(node=node, meta=meta, first=first, last=last)
 
 
 def _why_uncaptured(slots: Sequence[Slot]) -> str | None:

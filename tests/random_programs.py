@@ -30,6 +30,7 @@ from torch import Tensor
 from toy_ops import LOG, StepContext
 
 WIDTH = 4
+TOKENS = (5, 3, 7)  # token counts that every program is valid for
 LEAST = (1, 1, 1, 0)  # one of these is the smallest token count that a program must be valid for
 ROWS = 16  # of the cache
 PARAMETERS = ("x", "y", "w", "cache", "pick", "step", "k", "scale")
@@ -137,7 +138,7 @@ KINDS = (MAKES, VIEWS, WRITES, ATTENTION, SPLITS, MAKES, VIEWS, WRITES, FILLS, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A function of PARAMETERS, its source, and the smallest token count it is valid for."""
+    """A function of PARAMETERS, its source, and the smallest token count it is valid for, beside those of TOKENS."""
 
     function: Callable[..., Any]
     source: str
@@ -205,7 +206,7 @@ class _Builder:
         self._start()
 
     def _start(self) -> None:
-        self.scopes = [make_arguments(n, 0) for n in (5, self.least)]
+        self.scopes = [make_arguments(n, 0) for n in dict.fromkeys((*TOKENS, self.least))]
 
     def add_statement(self) -> None:
         if self.mode_left == 0:

@@ -19,7 +19,7 @@ SETTINGS = st.builds(
     engine=st.sampled_from(("off", "host")),
     check=st.sampled_from(("addresses", "full")),
     # warm up, capture, replay; another bucket in between; one token, or none
-    tokens=st.sampled_from(((5, 5, 3, 5), (3, 7, 3, 7, 3, 7), (LEAST, 5, LEAST, LEAST))),
+    tokens=st.sampled_from(((5, 5, 3, 5), (3, 7, 3, 7, 3, 7), (LEAST, 5, LEAST, LEAST))),  # of TOKENS
 )
 SUITE = settings(
     max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

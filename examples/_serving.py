@@ -168,11 +168,18 @@ def small_checkpoint_folder(num_layers: int) -> Path:
 
 
 def small_checkpoint(num_layers: int) -> Path:
-    """The folder of a small random checkpoint, made if it is not there yet."""
+    """The folder of a small random checkpoint, made if it is not there yet.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     folder = small_checkpoint_folder(num_layers)
     if not folder.is_dir():
         cache = folder.parent
-        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"cannot make {cache}: {error.strerror}; XDG_CACHE_HOME names another folder") from error
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             random_model(num_layers).save_pretrained(Path(unfinished) / "checkpoint")
             (Path(unfinished) / "checkpoint").rename(folder)

@@ -89,6 +89,15 @@ def test_the_checkpoint_is_made_once(demo: ModuleType, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "dsv4_compile").iterdir()] == ["small-2-layers"]
 
 
+def test_a_cache_that_cannot_be_made_gets_one_line(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{__file__}/cache")
+    check_error(
+        demo, capsys, [], f"small checkpoint: cannot make {__file__}/cache/dsv4_compile: ", "XDG_CACHE_HOME names"
+    )
+
+
 def test_a_difference_is_an_exit_code(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

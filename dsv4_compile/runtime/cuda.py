@@ -2,20 +2,24 @@
 
 What it takes care of, each learnt by others the hard way:
 
-- One capture stream for all pieces of a device, and warm-up on that stream: what a library allocates per stream on
-  first use (cuBLAS workspaces) is then there before a capture, once and not in a graph's pool.
+- One stream for the work of all pieces of a device, warm-up and capture: what cuBLAS makes per thread and per stream
+  (a handle, workspaces) is there before a capture, once and not in a graph's pool.
+- A capture begins and ends on another stream, from which that of the work is forked. In torch 2.13 a graph that goes
+  takes the cuBLAS workspaces of the stream that its capture began on with it (pytorch#193402), and other graphs would
+  go on writing to them.
 - `thread_local` capture mode: another thread's CUDA call does not invalidate the capture.
 - Garbage collection paused and autocast's cache off while capturing (`capture_state`).
 - Memory that outlives a capture (`allocate`) comes from outside any pool.
-- Each capture forks from and joins the caller's stream through events of its own, made by `wait_stream`. Streams that
-  the recorded code forks itself it has to join itself; CUDA refuses the capture otherwise.
+- Events are made anew for each use (by `wait_stream`). Streams that the recorded code forks itself it has to join
+  itself; CUDA refuses the capture otherwise.
 - No warm-up while another thread captures: it would run on the streams that are being captured, and become part of
   somebody else's graph.
 - The default generator of the device is registered with every graph by torch; a generator of the user's has to be put
   into `generators` before a piece that draws from it is captured.
-- A capture that CUDA has found invalid (a value was read back to the host) cannot be ended, and torch's allocators go
-  on recording to its pool: the one of the device is told to stop, the one of pinned memory cannot be. So later captures
-  get another pool, and the graph is kept, which that allocator asks whether it records.
+- torch refuses a capture into a pool whose graphs are all gone: then a pool takes another handle.
+- A capture that CUDA has found invalid (a value was read back to the host) cannot be ended, and torch's allocators may
+  go on recording to its pool: the one of the device is told to stop, the one of pinned memory cannot be. So later
+  captures get another pool, and the graph is kept, which that allocator asks whether it records.
 - No synchronisation, garbage collection or emptying of caches per capture: with a hundred pieces in each of dozens
   of buckets that took longer than the captures.
 
@@ -25,9 +29,9 @@ before; release the recordings before a process group is destroyed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,15 +45,28 @@ from .engine import ALIGNMENT, Recording, allocate_poisoned
 from .user_line import line_of
 
 
-@dataclass
 class CudaPool:
     """A graph memory pool of torch; its memory is freed with the last graph that uses it.
 
     Attributes:
         handle: of the pool that the next capture uses.
+        recordings: the ones in it, as long as they live.
     """
 
-    handle: Any
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Give the captures to come another pool."""
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+
+    def join(self) -> list[CudaRecording]:
+        """The recordings that the next capture shares the pool with; one of them has to live when it begins."""
+        recordings = list(self.recordings)
+        if not recordings:
+            self.renew()
+        return recordings
 
 
 class CudaEngine:
@@ -68,6 +85,7 @@ class CudaEngine:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.generators: list[torch.Generator] = []
         self._device = torch.device("cuda", index)
+        self._origin = torch.cuda.Stream(self._device)
         self._stream = torch.cuda.Stream(self._device)
         self._side_streams = SideStreams(self._device)
         self._invalid: list[torch.cuda.CUDAGraph] = []
@@ -80,7 +98,7 @@ class CudaEngine:
 
     def make_pool(self) -> CudaPool:
         """See `Engine.make_pool`."""
-        return CudaPool(torch.cuda.graph_pool_handle())
+        return CudaPool()
 
     def warm_up(self, run: Callable[[], None], *, lanes: int = 0) -> None:
         """See `Engine.warm_up`."""
@@ -89,34 +107,51 @@ class CudaEngine:
 
     def capture(self, run: Callable[[], None], pool: CudaPool, *, name: str, lanes: int = 0) -> Recording:
         """See `Engine.capture`."""
-        with recording(name), self._on_stream(), offering(self._side_streams.lanes(self._stream, lanes)):
+        with recording(name), torch.cuda.stream(self._origin):
+            self._side_streams.prepare_blas(self._stream, lanes)
+            shared = pool.join()
             graph = torch.cuda.CUDAGraph()
             for generator in self.generators:
                 graph.register_generator_state(generator)
-            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                run()
-                graph.capture_end()
-            except BaseException as error:
-                self._abandon(graph, pool)
-                if isinstance(error, RuntimeError) and "captur" in str(error):
+                self._record(graph, run, pool, lanes)
+            except RuntimeError as error:
+                if "captur" in str(error):
                     raise _refusal(name, error) from error
                 raise
-        return CudaRecording(name, graph)
+            del shared
+        return CudaRecording(name, graph, pool)
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
-        """End a capture that failed; see the module docstring for one that is invalid."""
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: CudaPool, lanes: int) -> None:
+        try:
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            self._stream.wait_stream(self._origin)
+            with torch.cuda.stream(self._stream), offering(self._side_streams.lanes(self._stream, lanes)):
+                run()
+            self._origin.wait_stream(self._stream)
+        except BaseException:
+            with suppress(RuntimeError):  # the first error counts
+                self._origin.wait_stream(self._stream)
+            with suppress(RuntimeError, Warning):  # torch warns of a graph without kernels
+                self._end(graph, pool)
+            graph.reset()
+            raise
+        self._end(graph, pool)
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+        """End a capture, once; see the module docstring for one that is invalid."""
         try:
             graph.capture_end()
-        except RuntimeError:  # it is invalid or at its end; the first error counts
+        except RuntimeError:
             stop_recording_to_pool(self._device.index, pool.handle)
-            pool.handle = torch.cuda.graph_pool_handle()
+            pool.renew()
             self._invalid.append(graph)
-        graph.reset()
+            graph.reset()
+            raise
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Make the capture stream current, after the caller's work so far and before the caller's next."""
+        """Make the stream of the work current, after the caller's work so far and before the caller's next."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -129,13 +164,16 @@ class CudaEngine:
 class CudaRecording(Recording):
     """A recording whose replay is one graph launch on the current stream."""
 
-    def __init__(self, name: str, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, name: str, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         super().__init__(name, [graph.replay], [graph])
         self._graph = graph
+        self._in_pool = pool.recordings
+        self._in_pool.add(self)
 
     def release(self) -> None:
         """See `Captured.release`."""
         super().release()
+        self._in_pool.discard(self)
         self._graph.reset()
 
 

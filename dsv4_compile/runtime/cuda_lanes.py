@@ -27,12 +27,19 @@ class SideStreams:
 
     def lanes(self, main: torch.cuda.Stream, count: int) -> CudaLanes | None:
         """Lane 0 on a stream and `count` side lanes on streams of their own; None without side lanes."""
-        if not count:
-            return None
+        return CudaLanes((main, *self._first(count))) if count else None
+
+    def prepare_blas(self, main: torch.cuda.Stream, count: int) -> None:
+        """Have cuBLAS make what it keeps for this thread and these streams, which it cannot in a capture."""
+        for stream in (main, *self._first(count)):
+            with torch.cuda.stream(stream):
+                torch.cuda.current_blas_handle()
+
+    def _first(self, count: int) -> list[torch.cuda.Stream]:
         with self._making:
             while len(self._streams) < count:
                 self._streams.append(torch.cuda.Stream(self._device))
-        return CudaLanes((main, *self._streams[:count]))
+            return self._streams[:count]
 
 
 class CudaLanes:

@@ -8,10 +8,12 @@ docs/hardware.md.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,9 +22,10 @@ from dsv4_compile.inspect.one_line_parser import OneLineParser
 
 from . import dispatch, lanes, memory, region, ttft
 from .machine import describe
-from .sections import Setting
+from .sections import Section, Setting
 
 ROOT = Path(__file__).parent.parent
+BENCHMARKS = (dispatch, lanes, region, ttft, memory)
 
 
 def run_contract_tests() -> bool:
@@ -31,19 +34,31 @@ def run_contract_tests() -> bool:
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
+def run_benchmark(run: Callable[[Setting], Section], setting: Setting) -> bool:
+    """Print what a benchmark found, or where it failed: the ones behind it still have something to say."""
+    torch._dynamo.reset()  # what the benchmark before captured would count as memory of this one
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        print(run(setting), end="\n\n", flush=True)
+    except Exception:
+        print(f"{run.__module__}: FAILED\n{traceback.format_exc()}", flush=True)
+        return False
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run everything; the exit code is 1 if a contract test failed."""
+    """Run everything; the exit code is 1 if a contract test or a benchmark failed."""
     OneLineParser(description=__doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU")
         return 0
     started = os.getloadavg()
     passed = run_contract_tests()
-    print(f"contract tests: {'passed' if passed else 'FAILED'}\n")
-    for benchmark in (dispatch, lanes, region, ttft, memory):
-        print(benchmark.run(Setting(device="cuda")), end="\n\n", flush=True)
+    print(f"contract tests: {'passed' if passed else 'FAILED'}\n", flush=True)
+    ran = [run_benchmark(benchmark.run, Setting(device="cuda")) for benchmark in BENCHMARKS]
     print(describe(started))
-    return 0 if passed else 1
+    return 0 if passed and all(ran) else 1
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import device_check
+from benchmarks.sections import Section, Setting
 from dsv4_compile.errors import CaptureError
 from dsv4_compile.runtime.cuda import CudaEngine
 
@@ -243,3 +246,24 @@ def test_blas_is_ready_on_every_lane_before_a_capture(allocators: Allocators) ->
     engine = CudaEngine(torch.device("cuda"))
     engine.capture(lambda: None, engine.make_pool(), name="one", lanes=3)
     assert len(allocators.workspaces) == 4
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_benchmark_that_fails_does_not_keep_the_next_from_running(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first(setting: Setting) -> Section:
+        if fails:
+            raise RuntimeError("on purpose")
+        return Section(title="First", parts=())
+
+    second = SimpleNamespace(run=lambda setting: Section(title="Second", parts=(setting.device,)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(device_check, "run_contract_tests", lambda: True)
+    monkeypatch.setattr(device_check, "describe", lambda started: "the machine")
+    monkeypatch.setattr(device_check, "BENCHMARKS", (SimpleNamespace(run=first), second))
+    assert device_check.main([]) == int(fails)
+    printed = capsys.readouterr().out
+    assert ("RuntimeError: on purpose" in printed) == fails
+    assert printed.endswith("## Second\n\ncuda\n\nthe machine\n")

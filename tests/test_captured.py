@@ -357,6 +357,17 @@ def test_buckets_beyond_max_captures_run_uncaptured_with_one_warning(caplog: pyt
     assert warnings == ["max_captures=2 buckets are captured; new ones run uncaptured from now on"]
 
 
+def test_a_bucket_that_is_captured_may_move_where_max_captures_is_reached() -> None:
+    """It takes its own place, and no new one."""
+    pair = Pair(lambda x, y: toy.fresh(x * 2) + y, HOST, max_captures=1)
+    for moves in range(3):
+        y = torch.randn(5, 4)
+        torch._dynamo.mark_static_address(y)
+        with counters.expect(captures=1, recaptures=min(moves, 1), uncaptured_calls=int(moves == 0)):
+            for _ in range(3):
+                pair(rows(5), y)
+
+
 def test_max_captures_counts_each_set_of_weights_by_itself() -> None:
     pairs = [Pair(Model(), HOST, max_captures=2) for _ in range(2)]
     with counters.expect(captures=2 * 2):

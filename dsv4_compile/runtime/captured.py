@@ -46,6 +46,7 @@ from .uncaptured import UncapturedCallable
 from .workspace import Arenas, Placement, place_slots, reuse_placement
 
 _live: weakref.WeakSet[CapturedCallable] = weakref.WeakSet()
+_live_lock = threading.Lock()  # one that is made meanwhile would break the loop over them
 _graph_numbers = itertools.count()
 # An input that is written and was found at a new address more often than this is staged and written back from then on.
 MOVES_TOLERATED = 2
@@ -92,7 +93,8 @@ class CapturedCallable:
         self._modes: Callable[[], AbstractContextManager[None]] = restored_modes if switches else nullcontext
         self._lock = threading.Lock()
         self._start_empty()
-        _live.add(self)
+        with _live_lock:
+            _live.add(self)
 
     def _start_empty(self) -> None:
         self._entries = Entries()
@@ -150,7 +152,8 @@ class CapturedCallable:
         anchors = self._keys.anchors(args)
         if self._entries.make_room(bucket, anchors):
             self._limits.warn_moving()
-        if self._entries.count(anchors) >= self._config.max_captures:
+        captured = self._entries.buckets(anchors)
+        if bucket not in captured and len(captured) >= self._config.max_captures:
             self._limits.warn_full(self._config.max_captures)
             return self._serve_uncaptured(args)
         overlap = OverlapCheck(self._draft, args)
@@ -227,5 +230,7 @@ def sizes_of_bucket(bucket: Bucket) -> Bucket:
 
 def release_all() -> None:
     """Free what every live callable holds."""
-    for owner in list(_live):
+    with _live_lock:
+        owners = list(_live)
+    for owner in owners:
         owner.release()

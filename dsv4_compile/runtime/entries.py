@@ -66,9 +66,9 @@ class Entries:
         self._stale.discard(entry.bucket)
         return is_again
 
-    def count(self, anchors: Anchors) -> int:
-        """How many buckets are captured with these parameters and buffers."""
-        return len({entry.bucket for entry in list(self._entries.values()) if entry.anchors == anchors})
+    def buckets(self, anchors: Anchors) -> set[Bucket]:
+        """The buckets that are captured with these parameters and buffers."""
+        return {entry.bucket for entry in list(self._entries.values()) if entry.anchors == anchors}
 
     def make_room(self, bucket: Bucket, anchors: Anchors) -> bool:
         """Drop entries whose parameters moved, and the oldest of a bucket that has been captured too often.
@@ -81,7 +81,8 @@ class Entries:
         for key, entry in list(self._entries.items()):
             if self._has_moved(key, entry):
                 self._drop(key)
-        others = [key for key, entry in self._entries.items() if (entry.bucket, entry.anchors) == (bucket, anchors)]
+        alive = list(self._entries.items())
+        others = [key for key, entry in alive if (entry.bucket, entry.anchors) == (bucket, anchors)]
         if others:
             self._stale.add(bucket)
         for key in others[: max(0, len(others) + 1 - ADDRESS_SETS)]:
@@ -94,7 +95,10 @@ class Entries:
             self._drop(key)
 
     def _has_moved(self, key: Key, entry: Entry) -> bool:
-        tensors = [reference() for reference in self._references.get(key, [])]
+        references = self._references.get(key)
+        if references is None:
+            return True  # a finaliser was here meanwhile
+        tensors = [reference() for reference in references]
         return any(
             tensor is None or tensor.data_ptr() != address
             for tensor, address in zip(tensors, entry.anchors, strict=True)

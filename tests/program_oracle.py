@@ -198,8 +198,9 @@ def snapshot(given: Any, returned: Any) -> list[Any]:
     seen: list[Any] = [pytree.tree_structure(returned)]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            # the stride of a dimension of size one means nothing, and fakes choose it otherwise than kernels do
-            strides = [stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size > 1]
+            # strides that lead nowhere mean nothing, and fakes choose them otherwise than kernels do
+            pairs = zip(leaf.shape, leaf.stride(), strict=True)
+            strides = [stride for size, stride in pairs if size > 1 and leaf.numel()]
             layout = (leaf.dtype, tuple(leaf.shape), strides, leaf.storage_offset())
             storage = leaf.untyped_storage()
             seen.append((layout, owners.index(storage.data_ptr()), bytes(storage.tolist())))

@@ -11,6 +11,7 @@ from toy_ops import SPLIT
 
 import dsv4_compile
 from dsv4_compile.errors import CaptureError, OptionError
+from dsv4_compile.runtime.restoring import restoring_calls
 
 
 class Cached(nn.Module):
@@ -40,6 +41,26 @@ def test_dummy_calls_leave_no_trace(engine: str) -> None:
     assert model.cache.sum() == 0
     assert seen.sum() == 0
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("engine", ["off", "host"])
+def test_what_a_call_writes_is_copied_once(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each kind of call: caches may be as large as the device allows, and so is a copy of them."""
+    _, run = compiled(engine)
+    seen, copies = torch.zeros(3), []
+    clone = Tensor.clone
+
+    def watched(self: Tensor, **options: Any) -> Tensor:
+        if self.data_ptr() == seen.data_ptr():
+            copies.append(self)
+        return clone(self, **options)
+
+    monkeypatch.setattr(Tensor, "clone", watched)
+    with torch.no_grad(), restoring_calls() as restored:
+        for calls in (1, 2, 3):  # warm-up, capture, replay
+            run(torch.ones(4, 4), seen)
+            assert restored.calls == len(copies) == calls
+    assert seen.sum() == 0
 
 
 def test_largest_first_and_then_every_call_replays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,34 @@ def test_dump_dir_holds_every_stage(tmp_path: Path) -> None:
     assert (folder / "03_decompose_sizes.py").read_text().startswith("# decompose_sizes: ")
     assert "_stage(args[2])" in (folder / "program_5_4.py").read_text()
     assert json.loads((folder / "plan.json").read_text())["units"][1]["ops"][0]["reason"] == "split op"
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2])
+def test_a_dump_dir_that_goes_away_costs_a_warning_and_no_call(
+    calls_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call that captures has done what it does by then: it must not fail, and be made again."""
+    written: list[int] = []
+    folder = tmp_path / "dump"
+    write_text = Path.write_text
+
+    def write(self: Path, text: str, **options: Any) -> int:
+        written.append(1)
+        if calls_before == 0 and len(written) > 5:
+            raise OSError(28, "No space left on device")
+        return write_text(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    options: dict[str, Any] = {"split_ops": ["toy::fresh"], "dump_dir": str(folder)}
+    compiled = torch.compile(layer, backend="dsv4_piecewise", dynamic=True, options=options)
+    for call in range(4):
+        if call == calls_before and call:
+            shutil.rmtree(folder)
+        assert torch.equal(compiled(torch.ones(5, 4)), layer(torch.ones(5, 4)))
+    warnings = [record.getMessage() for record in caplog.records if "dumped" in record.getMessage()]
+    assert len(warnings) == (calls_before < 2)  # the program is written in the second call
+    assert all(str(folder) in warning for warning in warnings)
+    assert (dsv4_compile.counters.captures, dsv4_compile.counters.replays) == (1, 3)
 
 
 def test_graphs_and_processes_share_a_dump_dir(tmp_path: Path) -> None:

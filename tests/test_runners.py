@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4_compile.errors import RunnerError
 from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Attention, StepState
 from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2
 from dsv4_compile.runners.batch import TOKEN_PADDING, BatchBuilder, block_groups
@@ -195,6 +196,9 @@ def test_a_step_of_padding_writes_nothing(stack: AttentionStack, runner_type: ty
     runner.add_request(make_prompts(30)[0], 4)
     runner.step()
     before = {name: buffer.clone() for name, buffer in stack.named_buffers() if "cache" in name}
+    for too_many in (-1, runner.limits.max_num_batched_tokens + 1):
+        with pytest.raises(RunnerError, match=rf"padding_inputs\({too_many}\): at most \d+ "):
+            runner.padding_inputs(too_many)
     inputs = runner.padding_inputs(7)
     assert (inputs.step.token_to_req == -1).all()
     with torch.no_grad():

@@ -27,7 +27,7 @@ from torch import fx
 from ..compat import trace_artifact
 from ..config import Config
 from ..draft import Draft
-from ..errors import OptionError
+from ..errors import ExplainError, OptionError
 from ..plan import Plan
 
 log = logging.getLogger("dsv4_compile")
@@ -55,11 +55,7 @@ class Artifacts:
             self._show(f"{unit.name}.py", partial(_code, unit.gm))
         self._show("plan.json", plan.to_json)
         self._show("plan.txt", lambda: str(plan), level=logging.INFO)
-        if self._folder is not None:
-            # imported when needed: the template engine is of no use without a dump
-            from .report import write_report
-
-            write_report(self._folder)
+        self._write_report()
         for note in draft.notes:  # the plan has remarks of its own, which are no cause for worry
             log.warning("%s", note)
 
@@ -71,11 +67,32 @@ class Artifacts:
         self._show(f"program_{label}{again}.py", lambda: source)
 
     def _show(self, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
-        if self._folder is not None:
-            (self._folder / name).write_text(text() + "\n", encoding="utf-8")
+        self._write(name, text)
         if log.isEnabledFor(level):
             log.log(level, "%s\n%s", name, text())
         trace_artifact(f"dsv4_{name}", text)
+
+    def _write(self, name: str, text: Callable[[], str]) -> None:
+        if self._folder is not None:
+            try:
+                (self._folder / name).write_text(text() + "\n", encoding="utf-8")
+            except OSError as error:
+                self._give_up(error)
+
+    def _write_report(self) -> None:
+        if self._folder is not None:
+            # imported when needed: the template engine is of no use without a dump
+            from .report import write_report
+
+            try:
+                write_report(self._folder)
+            except ExplainError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Looking on is no reason for a call to fail, least of all one that has captured, and done what it does."""
+        log.warning("nothing more is dumped to %s: %s", self._folder, str(error).partition("\n")[0])
+        self._folder = None
 
 
 def claim_folder(parent: Path) -> Path:

@@ -156,7 +156,16 @@ class ModelRunner(ABC):
         return self._commit(chunks, tokens)
 
     def padding_inputs(self, num_tokens: int) -> ModelInputs:
-        """Inputs of a step in which every row is padding: it writes no cache, so it can warm up or capture a model."""
+        """Inputs of a step in which every row is padding: it writes no cache, so it can warm up or capture a model.
+
+        Raises:
+            RunnerError: a step never has so many tokens.
+        """
+        most = self.limits.max_num_batched_tokens
+        if not 0 <= num_tokens <= most:
+            raise RunnerError(
+                f"padding_inputs({num_tokens}): a step has at most {most} tokens (max_num_batched_tokens)"
+            )
         return self._inputs.make(self._builder.build(()), num_tokens)
 
     def generate(

@@ -87,6 +87,7 @@ def _leading_rows(buffer: Tensor, num_rows: int) -> Tensor:
     Dynamo looks at the base of a view as well: if the first step it sees fills the buffer, it guards that the token
     count is the size of the buffer, and compiles again for every other one.
     """
+    assert num_rows <= len(buffer), "set_ would make the storage larger, and so move it"
     rows = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
     return rows.set_(buffer.untyped_storage(), 0, (num_rows,), (1,))
 

@@ -110,16 +110,20 @@ class CapturedCallable:
 
     def __call__(self, *args: Any) -> Any:
         """Serve a call: by its program, by building one, or uncaptured."""
-        if not self._lock.acquire(blocking=False):
-            return self._serve_uncaptured(args)
-        try:
-            with self._modes(), restored_inputs(self._draft, args) if is_restoring() else nullcontext():
-                result = self._serve(args)
-        finally:
-            self._lock.release()
+        with restored_inputs(self._draft, args) if is_restoring() else nullcontext():
+            result = self._serve_alone(args)
         if self._draft.leaves_grad is not None:
             torch.set_grad_enabled(self._draft.leaves_grad)
         return result
+
+    def _serve_alone(self, args: tuple[Any, ...]) -> Any:
+        if not self._lock.acquire(blocking=False):
+            return self._serve_uncaptured(args)
+        try:
+            with self._modes():
+                return self._serve(args)
+        finally:
+            self._lock.release()
 
     def _serve(self, args: tuple[Any, ...]) -> Any:
         key = self._keys.read(args)
@@ -135,7 +139,7 @@ class CapturedCallable:
 
     def _serve_uncaptured(self, args: tuple[Any, ...]) -> Any:
         with span(f"{self._title}, uncaptured"):
-            return self._uncaptured(*args)
+            return self._uncaptured.run(args)
 
     def _serve_new(self, key: Key, args: tuple[Any, ...]) -> Any:
         bucket, _ = key
@@ -161,8 +165,8 @@ class CapturedCallable:
             return self._serve_uncaptured(args)
         program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
         is_again = self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
-        self._show_program(sizes_of_bucket(bucket), program.source)
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
+        self._show_program(sizes_of_bucket(bucket), program.source)
         return result
 
     def _note_warm(self, bucket: Bucket) -> None:

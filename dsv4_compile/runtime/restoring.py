@@ -66,8 +66,9 @@ def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for tensor, before in kept:
-            tensor.copy_(before)
+        with torch.no_grad():  # a graph may leave grad enabled
+            for tensor, before in kept:
+                tensor.copy_(before)
 
 
 def _storage(draft: Draft, node: Any) -> int | None:

@@ -63,7 +63,12 @@ class UncapturedCallable:
             yield node, meta, self._pieces.are_compiled and is_custom(self._draft, node)
 
     def __call__(self, *args: Any) -> Any:
-        """Run every unit."""
+        """Run every unit, as what Dynamo calls."""
+        with restored_inputs(self._draft, args) if is_restoring() else nullcontext():
+            return self._run(args, None)
+
+    def run(self, args: Sequence[Any]) -> Any:
+        """Run every unit, for a caller that sees to what `restoring_calls` asks."""
         return self._run(args, None)
 
     def warm_up(self, args: Sequence[Any], run_piece: WarmUp) -> Any:
@@ -81,9 +86,8 @@ class UncapturedCallable:
     def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
         profiled = is_profiling()
-        restored = restored_inputs(self._draft, args) if is_restoring() else nullcontext()
         # lanes are those of a piece that is recorded around this call, of whose lane 0 this call knows nothing
-        with restored_modes(), restored, offering(None):
+        with restored_modes(), offering(None):
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
             sizes = self._prepare(values)
             pieces = self._pieces.for_call(args)

@@ -25,6 +25,7 @@ class Allocators:
         ends_invalid: whether the end of an invalid capture ends the recording to its pool, as in torch 2.13.
         active: captures that have begun and not ended.
         workspaces: of cuBLAS, by stream.
+        generators_capture: whether generators refuse to draw outside of a capture (before torch 2.13).
     """
 
     def __init__(self, *, ends_invalid: bool) -> None:
@@ -35,6 +36,7 @@ class Allocators:
         self.ends_invalid = ends_invalid
         self.active = 0
         self.workspaces: set[Stream] = set()
+        self.generators_capture = False
 
     def begin(self, handle: Any) -> None:
         if handle in self.device | self.pinned:
@@ -63,11 +65,13 @@ class Stream:
 
     current: Stream
     capturing: set[Stream]
+    waits: list[tuple[Stream, Stream]]
 
     def __init__(self, device: Any = None) -> None:
         pass
 
     def wait_stream(self, other: Stream) -> None:
+        self.waits.append((self, other))
         if other in self.capturing:
             self.capturing.add(self)
 
@@ -88,6 +92,7 @@ class Graph:
         self._handle, self._stream = pool, Stream.current
         Stream.capturing.add(self._stream)
         self.allocators.active += 1
+        self.allocators.generators_capture = not self.allocators.ends_invalid
         if self.fails_to_begin:
             raise torch.OutOfMemoryError("no memory for the state of a generator")
 
@@ -96,11 +101,12 @@ class Graph:
         assert self.allocators.active > 0, "markCaptureEnd called with no captures in progress"
         self.allocators.active -= 1
         Stream.capturing.clear()
-        if not self.allocators.is_invalid or self.allocators.ends_invalid:
+        is_invalid, self.allocators.is_invalid = self.allocators.is_invalid, False
+        if not is_invalid or self.allocators.ends_invalid:
             self.allocators.end(self._handle)
-        if self.allocators.is_invalid:
+        if is_invalid:
             raise RuntimeError("operation failed due to a previous error during capture")
-        self._is_captured = True
+        self._is_captured, self.allocators.generators_capture = True, False
 
     def replay(self) -> None:
         assert self._is_captured
@@ -131,6 +137,7 @@ def allocators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Graph, "allocators", made, raising=False)
     monkeypatch.setattr(Stream, "current", Stream(), raising=False)
     monkeypatch.setattr(Stream, "capturing", set(), raising=False)
+    monkeypatch.setattr(Stream, "waits", [], raising=False)
     handles = iter(range(1, 1000))
 
     def blas_handle() -> int:
@@ -148,6 +155,7 @@ def allocators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         "stream": on_stream,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end_on_device)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release)
     return made
@@ -165,7 +173,7 @@ def test_after_an_invalid_capture_the_next_one_of_its_pool_works(allocators: All
     for _ in range(3):
         with pytest.raises(CaptureError, match="not permitted"):
             engine.capture(read_back, pool, name="refused")
-        allocators.is_invalid = False
+        assert not allocators.generators_capture
     second = engine.capture(lambda: None, pool, name="second")
     second.replay()
     assert (allocators.device, allocators.active) == (set(), 0)
@@ -240,6 +248,14 @@ def test_a_graph_that_goes_leaves_the_workspaces_of_others(allocators: Allocator
     gone.release()
     assert set(used) <= allocators.workspaces
     kept.replay()
+
+
+def test_a_capture_begins_behind_the_work_of_the_caller_and_ends_before_more_of_it(allocators: Allocators) -> None:
+    """To begin, torch writes seeds that a replay of the caller's may still read."""
+    engine, caller = CudaEngine(torch.device("cuda")), Stream.current
+    engine.capture(lambda: None, engine.make_pool(), name="one")
+    (origin, first), *_, (last, waited_for) = Stream.waits
+    assert (first, last, waited_for) == (caller, caller, origin)
 
 
 def test_blas_is_ready_on_every_lane_before_a_capture(allocators: Allocators) -> None:

@@ -19,7 +19,8 @@ What it takes care of, each learnt by others the hard way:
 - torch refuses a capture into a pool whose graphs are all gone: then a pool takes another handle.
 - A capture that CUDA has found invalid (a value was read back to the host) cannot be ended, and torch's allocators may
   go on recording to its pool: the one of the device is told to stop, the one of pinned memory cannot be. So later
-  captures get another pool, and the graph is kept, which that allocator asks whether it records.
+  captures get another pool, and the graph is kept, which that allocator asks whether it records. Before torch 2.13 its
+  generators count as capturing, and draw nothing else, until another capture ends well: so one is made.
 - No synchronisation, garbage collection or emptying of caches per capture: with a hundred pieces in each of dozens
   of buckets that took longer than the captures.
 
@@ -102,17 +103,17 @@ class CudaEngine:
 
     def warm_up(self, run: Callable[[], None], *, lanes: int = 0) -> None:
         """See `Engine.warm_up`."""
-        with no_capture_elsewhere(), self._on_stream(), offering(self._side_streams.lanes(self._stream, lanes)):
+        lanes_offered = offering(self._side_streams.lanes(self._stream, lanes))
+        with no_capture_elsewhere(), self._on(self._stream), lanes_offered:
             run()
 
     def capture(self, run: Callable[[], None], pool: CudaPool, *, name: str, lanes: int = 0) -> Recording:
         """See `Engine.capture`."""
-        with recording(name), torch.cuda.stream(self._origin):
+        # ordered with the caller's work, since a begin writes seeds and offsets of generators that replays read
+        with recording(name), self._on(self._origin):
             self._side_streams.prepare_blas(self._stream, lanes)
             shared = pool.join()
-            graph = torch.cuda.CUDAGraph()
-            for generator in self.generators:
-                graph.register_generator_state(generator)
+            graph = self._new_graph()
             try:
                 self._record(graph, run, pool, lanes)
             except RuntimeError as error:
@@ -121,6 +122,12 @@ class CudaEngine:
                 raise
             del shared
         return CudaRecording(name, graph, pool)
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        return graph
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: CudaPool, lanes: int) -> None:
         try:
@@ -147,18 +154,26 @@ class CudaEngine:
             pool.renew()
             self._invalid.append(graph)
             graph.reset()
+            with suppress(RuntimeError):
+                self._free_generators()
             raise
 
+    def _free_generators(self) -> None:
+        graph = self._new_graph()
+        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.zeros(1, device=self._device)  # torch warns of a graph without kernels
+        graph.capture_end()
+
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Make the stream of the work current, after the caller's work so far and before the caller's next."""
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Make a stream current, after the caller's work so far and before the caller's next."""
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 yield
         finally:
-            current.wait_stream(self._stream)
+            current.wait_stream(stream)
 
 
 class CudaRecording(Recording):

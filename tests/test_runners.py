@@ -197,7 +197,7 @@ def test_a_step_of_padding_writes_nothing(stack: AttentionStack, runner_type: ty
     runner.step()
     before = {name: buffer.clone() for name, buffer in stack.named_buffers() if "cache" in name}
     for too_many in (-1, runner.limits.max_num_batched_tokens + 1):
-        with pytest.raises(RunnerError, match=rf"padding_inputs\({too_many}\): at most \d+ "):
+        with pytest.raises(RunnerError, match=rf"padding_inputs\({too_many}\): a step has at most \d+ tokens"):
             runner.padding_inputs(too_many)
     inputs = runner.padding_inputs(7)
     assert (inputs.step.token_to_req == -1).all()

@@ -274,11 +274,13 @@ def test_a_benchmark_that_fails_does_not_keep_the_next_from_running(
         return Section(title="First", parts=())
 
     second = SimpleNamespace(run=lambda setting: Section(title="Second", parts=(setting.device,)))
+    modules = {"benchmarks.first": SimpleNamespace(run=first), "benchmarks.second": second}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(device_check, "run_contract_tests", lambda: True)
     monkeypatch.setattr(device_check, "describe", lambda started: "the machine")
-    monkeypatch.setattr(device_check, "BENCHMARKS", (SimpleNamespace(run=first), second))
+    monkeypatch.setattr(device_check, "BENCHMARKS", ("first", "second"))
+    monkeypatch.setattr(device_check, "import_module", modules.__getitem__)
     assert device_check.main([]) == int(fails)
     printed = capsys.readouterr().out
     assert ("RuntimeError: on purpose" in printed) == fails

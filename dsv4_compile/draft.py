@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -277,6 +277,22 @@ class Draft:
         if node.target is operator.getitem and isinstance(container := node.args[0], fx.Node):
             return container if isinstance(self.effects[container].result, tuple) else node
         return node
+
+    def storage_of(self, node: fx.Node) -> int | None:
+        """The number of a value's storage; None for a container, a number, or no value."""
+        meta = self.effects[node].result
+        return meta.storage if isinstance(meta, TensorMeta) else None
+
+    def written(self) -> frozenset[int]:
+        """Numbers of the storages that the graph writes."""
+        return self._written_by(self.effects)
+
+    def written_by(self, unit: Unit) -> frozenset[int]:
+        """Numbers of the storages that the nodes of a unit write."""
+        return self._written_by(unit.nodes)
+
+    def _written_by(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
+        return frozenset(storage for node in nodes for storage in self.effects[node].writes)
 
     def working_nodes(self) -> list[fx.Node]:
         """The nodes that do something, in program order: all but inputs, constants, free nodes and the output."""

@@ -181,14 +181,14 @@ def _why_uncompiled(draft: Draft, unit: Unit) -> str | None:
 
 def _why_useless(draft: Draft, unit: Unit) -> str | None:
     """A compiler would leave all of it out, and a capture be empty."""
-    taken = {meta.storage for node in unit.inputs if isinstance(meta := draft.effects[node].result, TensorMeta)}
+    taken = {draft.storage_of(node) for node in unit.inputs}
     is_used = bool(unit.outputs) or any(draft.effects[node].writes & taken for node in unit.nodes)
     return None if is_used else "nothing takes its results"
 
 
 def _why_entangled(draft: Draft, unit: Unit) -> str | None:
     """It writes an input that shares memory with another one: a compiler takes inputs to be apart."""
-    written = {storage for node in unit.nodes for storage in draft.effects[node].writes}
+    written = draft.written_by(unit)
     tensors = [(node, meta) for node in unit.inputs if isinstance(meta := draft.effects[node].result, TensorMeta)]
     for (first, meta), (second, other) in itertools.combinations(tensors, 2):
         if meta.storage == other.storage and meta.storage in written and not _are_apart(meta, other):
@@ -207,7 +207,7 @@ def _why_layered(draft: Draft, unit: Unit) -> str | None:
 
 def _why_outside(draft: Draft, unit: Unit) -> str | None:
     """It looks at memory around an input, of which a compiler knows nothing."""
-    taken = {meta.storage for node in unit.inputs if isinstance(meta := draft.effects[node].result, TensorMeta)}
+    taken = {draft.storage_of(node) for node in unit.inputs}
     for node in unit.body:
         meta = draft.effects[node].result
         is_strided = "as_strided" in str(getattr(node.target, "__name__", node.target))

@@ -25,13 +25,13 @@ START = -1  # before the first unit
 def plan_workspace(draft: Draft) -> Draft:
     """Fill in `roles` and `slots`, and `uncaptured` where a value that crosses shares memory with another."""
     taken_by_piece = {node for unit in draft.units if unit.kind == "piece" for node in unit.inputs}
-    written = {storage for effects in draft.effects.values() for storage in effects.writes}
+    written = draft.written()
     roles = {i.node: _role(draft, i, i.node in taken_by_piece, written) for i in draft.inputs}
     slots = tuple(_slots(draft, roles, taken_by_piece))
     return replace(draft, roles=roles, slots=slots, uncaptured=_why_uncaptured(slots))
 
 
-def _role(draft: Draft, graph_input: GraphInput, taken_by_piece: bool, written: set[int]) -> InputRole:
+def _role(draft: Draft, graph_input: GraphInput, taken_by_piece: bool, written: frozenset[int]) -> InputRole:
     meta = draft.effects[graph_input.node].result
     if not isinstance(meta, TensorMeta):
         return InputRole.NUMBER

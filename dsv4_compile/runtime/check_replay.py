@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draft import Draft, TensorMeta, Unit
+from ..draft import Draft, Unit
 from ..errors import ReplayMismatchError
 
 
@@ -42,9 +42,9 @@ class CheckedReplay:
         self._inputs = inputs
         self._slots = slots
         self._replay = replay
-        written = {storage for node in unit.nodes for storage in draft.effects[node].writes}
+        written = draft.written_by(unit)
         self._names = {graph_input.node: graph_input.name for graph_input in draft.inputs}
-        self._written = [index for index, node in enumerate(unit.inputs) if _storage(draft, node) in written]
+        self._written = [index for index, node in enumerate(unit.inputs) if draft.storage_of(node) in written]
 
     def __call__(self) -> None:
         """Replay.
@@ -74,11 +74,6 @@ class CheckedReplay:
             raise ReplayMismatchError(
                 f"the replay of {self._unit.name} differs from running it uncaptured in {what}: {difference}"
             ) from difference
-
-
-def _storage(draft: Draft, node: Any) -> int | None:
-    meta = draft.effects[node].result
-    return meta.storage if isinstance(meta, TensorMeta) else None
 
 
 def _clone_together(tensors: Sequence[Tensor]) -> list[Tensor]:

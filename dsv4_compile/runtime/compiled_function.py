@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draft import Draft, TensorMeta, Unit
+from ..draft import Draft, Unit
 from ..errors import PieceCompileError
 from ..piece_compilers import CompiledPart
 from .capture_state import launch
@@ -34,10 +34,9 @@ class CompiledFunction:
         self._part = part
         self._name = f"what {part.compiler.name} made of {unit.name}"
         self._outputs = [node.name for node in unit.outputs]
-        changed = {storage for node in unit.nodes for storage in draft.effects[node].writes}
-        metas = [draft.effects[node].result for node in unit.inputs]
+        changed = draft.written_by(unit)
         self._written = (
-            *part.without_numbers([isinstance(meta, TensorMeta) and meta.storage in changed for meta in metas]),
+            *part.without_numbers([draft.storage_of(node) in changed for node in unit.inputs]),
             *[False for _ in part.constants],
             *[True for is_filled in part.filled if is_filled],
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..draft import Draft, TensorMeta
+from ..draft import Draft
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ def restoring_calls() -> Iterator[Restoring]:
 @contextmanager
 def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
     """Put back, at the end of the block, every argument that the graph writes."""
-    written = {storage for effects in draft.effects.values() for storage in effects.writes}
+    written = draft.written()
     kept = [
         (arg, arg.clone())
         for graph_input, arg in zip(draft.inputs, args, strict=True)
-        if isinstance(arg, Tensor) and _storage(draft, graph_input.node) in written
+        if isinstance(arg, Tensor) and draft.storage_of(graph_input.node) in written
     ]
     if _current.block is not None:
         _current.block.calls += 1
@@ -69,8 +69,3 @@ def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
         with torch.no_grad():  # a graph may leave grad enabled
             for tensor, before in kept:
                 tensor.copy_(before)
-
-
-def _storage(draft: Draft, node: Any) -> int | None:
-    meta = draft.effects[node].result
-    return meta.storage if isinstance(meta, TensorMeta) else None

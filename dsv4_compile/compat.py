@@ -111,6 +111,15 @@ def source_of(placeholder: fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method until torch 2.9, a property since
 
 
+def is_module_buffer(placeholder: fx.Node) -> bool:
+    """Whether Dynamo reached a graph input as a registered buffer (or parameter) of a module."""
+    from torch._dynamo.source import UnspecializedParamBufferSource
+
+    # Dynamo looks an entry up in the module's `_buffers`: the source of that dict is what has a class of its own.
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    return isinstance(getattr(source, "base", None), UnspecializedParamBufferSource)
+
+
 def is_float_argument(placeholder: fx.Node) -> bool:
     """A float of the user that Dynamo turned into a 0-dim tensor and an `.item()`."""
     return bool(getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False))

@@ -14,7 +14,15 @@ import sympy
 import torch
 from torch import fx
 
-from .compat import expr_of, is_float_argument, is_static_input, is_traceable_wrapper_subclass, module_of, source_of
+from .compat import (
+    expr_of,
+    is_float_argument,
+    is_module_buffer,
+    is_static_input,
+    is_traceable_wrapper_subclass,
+    module_of,
+    source_of,
+)
 from .draft import Draft, GraphInput, Provenance
 from .errors import TrainingError, UnsupportedInputError
 from .ops.registry import RegisteredOp
@@ -49,7 +57,7 @@ def draft_graph(
             static=isinstance(example, torch.Tensor) and is_static_input(example),
             number=is_float_argument(node),
             scalar=_scalar(example),
-            owned=re.search(r"\._(parameters|buffers)\[", source_of(node)) is not None,
+            owned=isinstance(example, torch.nn.Parameter) or is_module_buffer(node),
         )
         for node, example in zip(placeholders, example_inputs, strict=True)
     )

@@ -74,6 +74,19 @@ def test_written_input_that_keeps_moving_is_staged_and_written_back() -> None:
             pair(rows(6), cache)
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
+def test_written_inputs_without_an_address_check(marked: bool) -> None:
+    """It trusts what is said of marked inputs; of the others nothing was said, so they may be anywhere."""
+    pair = Pair(accumulate, HOST, check="off")
+    caches = [torch.zeros(16, 4) for _ in range(6)]
+    for cache in caches:
+        pair(rows(5), static(caches[0]) if marked else cache)
+    assert role_of("cache") is (InputRole.STATIC if marked else InputRole.WRITTEN_BACK)
+    with counters.expect(captures=0, replays=6):
+        for cache in caches:
+            pair(rows(5), caches[0] if marked else cache)
+
+
 def test_written_activation() -> None:
     def f(x: Tensor) -> Tensor:
         x.add_(1)

@@ -27,7 +27,8 @@ class KeyReader:
         draft: the graph.
         roles: of its inputs.
         check_addresses: False trusts the caller to keep every static input where it was; instances of a model are
-            then told apart by which parameters and buffers they have.
+            then told apart by which parameters and buffers they have. Of a bound input nobody promised that, so its
+            address is always part of the key.
     """
 
     def __init__(self, draft: Draft, roles: Mapping[fx.Node, InputRole], *, check_addresses: bool) -> None:
@@ -35,10 +36,10 @@ class KeyReader:
         self._numbers = [positions[node] for node, role in roles.items() if role is InputRole.NUMBER]
         scalars = (node for node, effects in draft.effects.items() if effects.bucket_scalar)
         self._scalars = [positions[node.all_input_nodes[0]] for node in scalars]
-        addressed = (InputRole.STATIC, InputRole.BOUND)
-        self.addressed = [positions[node] for node, role in roles.items() if role in addressed]
-        self._read_addresses = check_addresses
+        addressed = (InputRole.STATIC, InputRole.BOUND) if check_addresses else (InputRole.BOUND,)
+        self._addressed = [positions[node] for node, role in roles.items() if role in addressed]
         self._owned = [positions[i.node] for i in draft.inputs if i.owned]
+        self._identified = [] if check_addresses else self._owned
         self._unguarded = [] if GUARDS_STRIDES else self._owned
 
     def read(self, args: Sequence[Any]) -> Key:
@@ -48,9 +49,10 @@ class KeyReader:
             bucket += tuple([_hashable(args[position].item()) for position in self._scalars])
         if self._unguarded:
             bucket += (tuple([args[position].stride() for position in self._unguarded]),)
-        if not self._read_addresses:
-            return bucket, tuple([id(args[position]) for position in self._owned])
-        return bucket, tuple([args[position].data_ptr() for position in self.addressed])
+        places = tuple([args[position].data_ptr() for position in self._addressed])
+        if self._identified:
+            places += tuple([id(args[position]) for position in self._identified])
+        return bucket, places
 
     def owned_tensors(self, args: Sequence[Any]) -> list[Tensor]:
         """The parameters and buffers of modules among the arguments."""

@@ -22,18 +22,20 @@ class Allocators:
 
     Attributes:
         is_invalid: whether CUDA has found the capture invalid.
-        ends_invalid: whether the end of an invalid capture ends the recording to its pool, as in torch 2.13.
+        ends_invalid: whether the end of an invalid capture ends the recording to its pool, as since torch 2.13.
+        reset_undoes: whether the reset of a graph undoes what its capture left behind, as since torch 2.14.
         active: captures that have begun and not ended.
         workspaces: of cuBLAS, by stream.
         generators_capture: whether generators refuse to draw outside of a capture (before torch 2.13).
     """
 
-    def __init__(self, *, ends_invalid: bool) -> None:
+    def __init__(self, *, ends_invalid: bool, reset_undoes: bool) -> None:
         self.device: set[Any] = set()
         self.pinned: set[Any] = set()
         self.uses: Counter[Any] = Counter()
         self.is_invalid = False
         self.ends_invalid = ends_invalid
+        self.reset_undoes = reset_undoes
         self.active = 0
         self.workspaces: set[Stream] = set()
         self.generators_capture = False
@@ -58,6 +60,7 @@ class Allocators:
 
     def release(self, device_index: int, handle: Any) -> None:
         self.uses[handle] -= 1
+        assert self.uses[handle] >= 0, "uc >= 0 INTERNAL ASSERT FAILED"
 
 
 class Stream:
@@ -94,11 +97,14 @@ class Graph:
         self.allocators.active += 1
         self.allocators.generators_capture = not self.allocators.ends_invalid
         if self.fails_to_begin:
+            self.allocators.active -= 1
+            Stream.capturing.clear()
             raise torch.OutOfMemoryError("no memory for the state of a generator")
 
     def capture_end(self) -> None:
         assert Stream.current is self._stream, "Capture must end on the same stream it began on."
-        assert self.allocators.active > 0, "markCaptureEnd called with no captures in progress"
+        if not self.allocators.active:
+            raise RuntimeError("markCaptureEnd called with no captures in progress")
         self.allocators.active -= 1
         Stream.capturing.clear()
         is_invalid, self.allocators.is_invalid = self.allocators.is_invalid, False
@@ -114,11 +120,15 @@ class Graph:
     def reset(self) -> None:
         if self._is_captured:
             self.allocators.workspaces.discard(self._stream)
+        if self._is_captured or (self.allocators.reset_undoes and self._handle is not None):
+            if self._handle in self.allocators.device and not self._is_captured:
+                self.allocators.end(self._handle)
             self.allocators.release(0, self._handle)
-        self._is_captured = False
+        self._is_captured, self._handle = False, None
 
     def __del__(self) -> None:
-        self.reset()
+        if self._handle is not None:
+            self.reset()
 
 
 @contextmanager
@@ -130,10 +140,10 @@ def on_stream(stream: Stream) -> Iterator[None]:
         Stream.current = before
 
 
-@pytest.fixture(params=[False, True], ids=["older torch", "torch 2.13"])
+@pytest.fixture(params=[(False, False), (True, False), (True, True)], ids=["torch 2.11", "torch 2.13", "torch 2.14"])
 def allocators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Allocators:
     """Instead of those of torch."""
-    made = Allocators(ends_invalid=request.param)
+    made = Allocators(ends_invalid=request.param[0], reset_undoes=request.param[1])
     monkeypatch.setattr(Graph, "allocators", made, raising=False)
     monkeypatch.setattr(Stream, "current", Stream(), raising=False)
     monkeypatch.setattr(Stream, "capturing", set(), raising=False)
@@ -178,7 +188,7 @@ def test_after_an_invalid_capture_the_next_one_of_its_pool_works(allocators: All
     second.replay()
     assert (allocators.device, allocators.active) == (set(), 0)
     # torch 2.13 never gives up the use of a pool by a capture that was refused
-    refused = 3 if allocators.ends_invalid else 0
+    refused = 3 if allocators.ends_invalid and not allocators.reset_undoes else 0
     assert allocators.uses.total() == 2 + refused
     for graph in (first, second):
         graph.release()
@@ -220,7 +230,7 @@ def test_a_capture_that_fails_to_begin_leaves_nothing(allocators: Allocators, mo
         context.setattr(Graph, "fails_to_begin", True)
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             engine.capture(lambda: None, pool, name="failing")
-    assert (allocators.device, Stream.capturing, allocators.active) == (set(), set(), 0)
+    assert (allocators.device, Stream.capturing, allocators.active, +allocators.uses) == (set(), set(), 0, Counter())
     engine.capture(lambda: None, pool, name="next").replay()
 
 

@@ -150,19 +150,26 @@ class CudaEngine:
         try:
             graph.capture_end()
         except RuntimeError:
-            stop_recording_to_pool(self._device.index, pool.handle)
+            self._drop(graph, pool.handle)
             pool.renew()
-            self._invalid.append(graph)
-            graph.reset()
-            with suppress(RuntimeError):
-                self._free_generators()
+            self._free_generators()
             raise
 
+    def _drop(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+        graph.reset()  # first: that of torch 2.14 does itself what the next line does, which must not come twice
+        stop_recording_to_pool(self._device.index, handle)
+        self._invalid.append(graph)
+
     def _free_generators(self) -> None:
-        graph = self._new_graph()
-        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        torch.zeros(1, device=self._device)  # torch warns of a graph without kernels
-        graph.capture_end()
+        graph, handle = self._new_graph(), torch.cuda.graph_pool_handle()
+        try:
+            try:
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)  # torch warns of a graph without kernels
+            finally:
+                graph.capture_end()
+        except RuntimeError:  # the error of the capture before counts
+            self._drop(graph, handle)
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:

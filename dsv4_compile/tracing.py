@@ -48,23 +48,29 @@ def draft_graph(
     """
     copy = _copy_graph(gm)
     placeholders = [node for node in copy.graph.nodes if node.op == "placeholder"]
-    inputs = tuple(
-        GraphInput(
-            node=node,
-            name=readable_name(source_of(node)),
-            value=node.meta["example_value"],
-            provenance=_provenance(example),
-            static=isinstance(example, torch.Tensor) and is_static_input(example),
-            number=is_float_argument(node),
-            scalar=_scalar(example),
-            owned=isinstance(example, torch.nn.Parameter) or is_module_buffer(node),
-        )
-        for node, example in zip(placeholders, example_inputs, strict=True)
-    )
-    _refuse_training(inputs, example_inputs)
-    _refuse_subclasses(inputs, example_inputs)
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        _refuse_training(node, example)
+        _refuse_subclass(node, example)
+    inputs = tuple(_input(node, example) for node, example in zip(placeholders, example_inputs, strict=True))
     notes = () if break_reason is None else (f"graph break: what follows is not in this plan ({break_reason})",)
     return Draft(gm=copy, inputs=inputs, ops=ops, symbols=_symbol_inputs(inputs), notes=notes)
+
+
+def _input(node: fx.Node, example: Any) -> GraphInput:
+    return GraphInput(
+        node=node,
+        name=_name(node),
+        value=node.meta["example_value"],
+        provenance=_provenance(example),
+        static=isinstance(example, torch.Tensor) and is_static_input(example),
+        number=is_float_argument(node),
+        scalar=_scalar(example),
+        owned=isinstance(example, torch.nn.Parameter) or is_module_buffer(node),
+    )
+
+
+def _name(node: fx.Node) -> str:
+    return readable_name(source_of(node))
 
 
 def readable_name(source: str) -> str:
@@ -105,21 +111,17 @@ def _symbol_inputs(inputs: Sequence[GraphInput]) -> dict[sympy.Symbol, fx.Node]:
     return symbols
 
 
-def _refuse_training(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for graph_input, example in zip(inputs, example_inputs, strict=True):
-        if isinstance(example, torch.Tensor) and example.requires_grad:
-            raise TrainingError(
-                f"dsv4_piecewise is for inference, but grad is enabled and {graph_input.name} requires grad: "
-                "call the compiled model under torch.no_grad() or torch.inference_mode()"
-            )
+def _refuse_training(node: fx.Node, example: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(example, torch.Tensor) and example.requires_grad:
+        raise TrainingError(
+            f"dsv4_piecewise is for inference, but grad is enabled and {_name(node)} requires grad: "
+            "call the compiled model under torch.no_grad() or torch.inference_mode()"
+        )
 
 
-def _refuse_subclasses(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
-    for graph_input, example in zip(inputs, example_inputs, strict=True):
-        if is_traceable_wrapper_subclass(example):
-            raise UnsupportedInputError(
-                f"{graph_input.name} is a {type(example).__name__}: a captured piece needs plain tensors, "
-                "since a wrapper subclass has several addresses; unwrap it or keep its user outside of the model"
-            )
+def _refuse_subclass(node: fx.Node, example: Any) -> None:
+    if is_traceable_wrapper_subclass(example):
+        raise UnsupportedInputError(
+            f"{_name(node)} is a {type(example).__name__}: a captured piece needs plain tensors, "
+            "since a wrapper subclass has several addresses; unwrap it or keep its user outside of the model"
+        )

@@ -18,6 +18,7 @@ from torch import fx
 
 from .compat import hint_of, pytree
 from .draft import Draft, Provenance, TensorMeta
+from .op_facts import OWN_NAMESPACES
 from .ops.registry import find_op
 
 BYTES = 4_000_000
@@ -28,7 +29,6 @@ SMALL_KERNEL = 1  # any other op, which a compiler may fuse besides
 _PRODUCTS = frozenset(
     ["mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"]
 )
-_OWN_NAMESPACES = ("aten", "prim", "prims")
 _STREAMED = (Provenance.ACTIVATION, Provenance.USER_INPUT)
 
 
@@ -39,14 +39,14 @@ def weight_of(draft: Draft, node: fx.Node) -> int:
     factor = max((op.weight for op in registered), default=1.0)
     if any(_bare(name) in _PRODUCTS for name in ops):
         return _scaled(KERNEL + _product(draft, node), factor)
-    is_custom = any(name.partition("::")[0] not in _OWN_NAMESPACES for name in ops)
+    is_custom = any(name.partition("::")[0] not in OWN_NAMESPACES for name in ops)
     return _scaled((KERNEL if is_custom else SMALL_KERNEL) + _bytes(draft, node, _STREAMED) // BYTES, factor)
 
 
 def _bare(name: str) -> str:
     """ "mm" of "aten::mm.default"; of another namespace an empty string, it may be anything."""
     namespace, _, rest = name.partition("::")
-    return rest.partition(".")[0] if namespace in _OWN_NAMESPACES else ""
+    return rest.partition(".")[0] if namespace in OWN_NAMESPACES else ""
 
 
 def _scaled(weight: int, factor: float) -> int:

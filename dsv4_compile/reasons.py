@@ -11,9 +11,8 @@ from torch import fx
 
 from .compat import OpOverload, OpOverloadPacket, expr_of, op_name, pytree, wrapped_op
 from .draft import Access, Draft, Provenance, TensorMeta
+from .op_facts import OWN_NAMESPACES, strided_name
 from .ops.registry import Role, find_op
-
-_OWN_NAMESPACES = ("aten", "prims", "prim", "profiler")
 
 
 def why_split(draft: Draft, node: fx.Node) -> str | None:
@@ -117,8 +116,7 @@ def _strided_views(draft: Draft) -> set[fx.Node]:
         effects = draft.effects[node]
         if not effects.is_free or node.op == "placeholder" or not isinstance(effects.result, TensorMeta):
             continue
-        is_strided = "as_strided" in str(getattr(node.target, "__name__", node.target))
-        if effects.result.storage in moving and (is_strided or found & set(node.all_input_nodes)):
+        if effects.result.storage in moving and (strided_name(node) or found & set(node.all_input_nodes)):
             found.add(node)
     return found
 
@@ -157,7 +155,7 @@ def _why_elsewhere(draft: Draft, node: fx.Node, device: torch.device) -> str | N
 
 def custom_ops(draft: Draft, node: fx.Node) -> list[str]:
     """Names of the ops a node calls that are not torch's own, whose schemas and kernels no compiler knows."""
-    return sorted({op for op in draft.effects[node].ops if op.partition("::")[0] not in _OWN_NAMESPACES})
+    return sorted({op for op in draft.effects[node].ops if op.partition("::")[0] not in OWN_NAMESPACES})
 
 
 def is_custom(draft: Draft, node: fx.Node) -> bool:

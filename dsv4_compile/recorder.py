@@ -14,22 +14,24 @@ from torch import fx
 from .compat import OpOverload, TorchDispatchMode, op_name, pytree
 from .draft import Access, Effects
 from .errors import AliasingOpError
+from .op_facts import (
+    ALLOCATIONS,
+    OWN_NAMESPACES,
+    UNDECLARED_VIEWS,
+    aten_name,
+    bind_arguments,
+    is_allocation,
+    why_no_graph_holds,
+)
 from .ops.registry import RegisteredOp, find_op
 from .userlines import where
 
-# Ops that allocate and leave the filling to somebody else.
-_ALLOCATIONS = frozenset(
-    ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"],
-)
 # Ops that look at the shape of their tensor arguments and not at the data.
 _SHAPE_ONLY = (
-    _ALLOCATIONS
+    ALLOCATIONS
     | frozenset(f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint"))
     | frozenset(["new_zeros", "new_ones", "new_full", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"])
 )
-# aten's own undeclared views: they may only be used where the input is not seen again
-_UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
-_OWN_NAMESPACES = ("aten", "prim", "prims")
 
 
 class Storages:
@@ -134,9 +136,10 @@ class EffectsRecorder(TorchDispatchMode):
                 recording.accesses.append(access)
         if torch.Tag.nondeterministic_seeded in func.tags:
             recording.random = True
-        recording.uncapturable = recording.uncapturable or _why_not_capturable(func, bound)
+        if reason := why_no_graph_holds(func, bound):
+            recording.uncapturable = recording.uncapturable or f"{name} {reason}"
         recording.barrier = recording.barrier or _why_barrier(func, name, registered)
-        if func.namespace not in _OWN_NAMESPACES:
+        if func.namespace not in OWN_NAMESPACES:
             self._check_aliasing(recording.node, func, bound, result)
             if _host_effect(func) and not (registered and registered.role == "capture"):
                 recording.uncapturable = recording.uncapturable or _HOST_EFFECT
@@ -182,28 +185,8 @@ class EffectsRecorder(TorchDispatchMode):
 _HOST_EFFECT = "declares no effect, so it has one on the host"
 
 
-def func_name(func: Any) -> str:
-    """The bare name of an op: "empty_like" for aten::empty_like.default."""
-    return str(getattr(func, "_opname", func))
-
-
-def is_allocation(func: Any) -> bool:
-    """One of aten's own `empty` family; an op of that name from elsewhere may do anything."""
-    return getattr(func, "namespace", None) == "aten" and func_name(func) in _ALLOCATIONS
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def bind_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names in the schema."""
-    return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
-
-
-@cache
-def _argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
 
 
 @cache
@@ -211,11 +194,11 @@ def _data_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
     """The arguments whose data the op touches, with whether it writes them."""
     returns = func._schema.returns
     # one that also returns something of its own has read the data to make it
-    is_undeclared_view = func.namespace == "aten" and func_name(func) in _UNDECLARED_VIEWS
+    is_undeclared_view = aten_name(func) in UNDECLARED_VIEWS
     is_view = is_undeclared_view or (
         bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     )
-    shape_only = (func.namespace == "aten" and func_name(func) in _SHAPE_ONLY) or func.namespace == "prim"
+    shape_only = aten_name(func) in _SHAPE_ONLY or func.namespace == "prim"
     touched = []
     for argument in func._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -233,24 +216,8 @@ def _host_effect(func: Any) -> bool:
 def _why_barrier(func: Any, name: str, registered: RegisteredOp | None) -> str | None:
     if registered and registered.reads_context:
         return f"{name} reads the step context"
-    if func.namespace not in _OWN_NAMESPACES and _host_effect(func):
+    if func.namespace not in OWN_NAMESPACES and _host_effect(func):
         return f"{name} has undeclared effects"
-    return None
-
-
-def _why_not_capturable(func: Any, bound: Mapping[str, Any]) -> str | None:
-    """The reason for which a CUDA graph could not hold this op, or None."""
-    name = op_name(func)
-    if func is torch.ops.aten.index.Tensor or func_name(func) in ("index_put", "index_put_"):
-        masked = any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(bound.get("indices")))
-        # it carries the dynamic-shape tag for the sake of its masks, and most calls have none
-        return f"{name} indexes with a mask, so its work depends on data" if masked else None
-    if torch.Tag.data_dependent_output in func.tags:
-        return f"{name} reads a value back to the host"
-    if torch.Tag.dynamic_output_shape in func.tags:
-        return f"the size of the result of {name} depends on data"
-    if torch.Tag.cudagraph_unsafe in func.tags:
-        return f"{name} is tagged cudagraph_unsafe"
     return None
 
 

@@ -39,7 +39,8 @@ from ..compat import (
 )
 from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
 from ..errors import Dsv4Error, PlanError
-from ..recorder import EffectsRecorder, Recording, Storages, bind_arguments
+from ..op_facts import bind_arguments
+from ..recorder import EffectsRecorder, Recording, Storages
 from ..userlines import where
 from .scope_modes import autocast_scopes
 
@@ -217,7 +218,7 @@ class _EffectsInterpreter(fx.Interpreter):
         reads = frozenset(self.recorder.storages.number(tensor) for tensor in tensors)
         name = getattr(n.target, "__name__", n.target)
         if n.meta.get("unbacked_bindings") and not isinstance(n.meta["example_value"], _SYMBOLIC):
-            return Effects(reads=reads, uncapturable=f"the size of the result of {name} depends on data")
+            return Effects(reads=reads, uncapturable=f"{name} returns a tensor whose size depends on data")
         is_scalar_input = n.target == "item" and n.args[0] in self._scalar_inputs
         return Effects(
             reads=reads, uncapturable=f"{name} reads a value back to the host", bucket_scalar=is_scalar_input

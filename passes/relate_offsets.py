@@ -16,6 +16,7 @@ from torch import fx
 
 from ..compat import build_expr, expr_of
 from ..draft import Draft, Effects, TensorMeta
+from ..op_facts import strided_name
 
 # Where each takes its offset, by position; `storage_offset` by name.
 _POSITIONS = {"as_strided": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
@@ -25,7 +26,7 @@ def relate_offsets(draft: Draft) -> Draft:
     """Rewrite the offset of every strided view that has one."""
     effects = dict(draft.effects)
     for node in list(draft.gm.graph.nodes):
-        position = _POSITIONS.get(_bare_name(node))
+        position = _POSITIONS.get(strided_name(node))
         if position is None:
             continue
         if len(node.args) > position and node.args[position] is not None:
@@ -35,11 +36,6 @@ def relate_offsets(draft: Draft) -> Draft:
             related = _related(draft, node, node.kwargs["storage_offset"], effects)
             node.kwargs = {**node.kwargs, "storage_offset": related}
     return replace(draft, effects=effects)
-
-
-def _bare_name(node: fx.Node) -> str:
-    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target)
-    return str(name) if node.op in ("call_function", "call_method") else ""
 
 
 def _related(draft: Draft, node: fx.Node, offset: Any, effects: dict[fx.Node, Effects]) -> fx.Node:

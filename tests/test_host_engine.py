@@ -193,6 +193,7 @@ REFUSED = {
     "torch.tensor copies elements out of tensors": lambda: torch.tensor([OUTER[0, 0], 1.0]),
     "Tensor.apply_ runs Python on every element": lambda: OUTER.apply_(abs),
     "moves a tensor": lambda: setattr(OUTER, "data", OUTER),
+    "Tensor.__dlpack__ reads a value": lambda: OUTER.__dlpack__(),
     "Tensor.tensor_split reads a value": lambda: OUTER.tensor_split(torch.tensor([1]), 1),
     "aten::index_put_ indexes with a mask": lambda: OUTER.__setitem__(OUTER > 0, 1.0),
     "aten::repeat_interleave.Tensor returns a tensor whose size": lambda: torch.tensor([1, 2]).repeat_interleave(

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from ..compat import Argument, OpOverload, bind_cpu_kernel, kernel_of
+from ..op_facts import ALLOCATIONS, UNDECLARED_VIEWS, aten_name
 
-# aten's own undeclared views: they may only be used where the input is not seen again
-_UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
-_ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
 # Each with the place of its value among the arguments, or the value itself.
 _FILLS: dict[str, tuple[int | None, int]] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), (None, 0)),
@@ -57,7 +55,7 @@ def kind_of(func: OpOverload) -> Kind:
     if func is torch.ops.aten.lift_fresh.default:
         return Kind.CONSTANT
     if func.namespace == "aten" and not func._schema.is_mutable:
-        if func._opname in _ALLOCATIONS:
+        if func._opname in ALLOCATIONS:
             return Kind.ALLOCATION
         if func._opname in _FILLS:
             return Kind.FILL
@@ -119,7 +117,7 @@ def _kind_of_body(func: OpOverload) -> Kind | None:
 
 def _is_view(func: OpOverload) -> bool:
     declared = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-    return declared or (func.namespace == "aten" and func._opname in _UNDECLARED_VIEWS)
+    return declared or aten_name(func) in UNDECLARED_VIEWS
 
 
 def _returns_host_values(func: OpOverload) -> bool:

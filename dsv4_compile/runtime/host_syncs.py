@@ -15,17 +15,16 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import OpOverload
 from ..errors import CaptureError
-from .host_ops import argument_values
+from ..op_facts import bind_arguments, why_no_graph_holds
 from .host_values import leaves_of
 from .user_line import current_line
 
 _READS_BACK = "reads a value back to the host"
-# Ops that index: a mask among their indices makes a size depend on data.
-_INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"])
 _METHODS = {
     Tensor.tolist: _READS_BACK,
     Tensor.numpy: _READS_BACK,
     Tensor.__array__: _READS_BACK,
+    Tensor.__dlpack__: _READS_BACK,  # NumPy takes what it gives for memory that holds data already
     Tensor.__float__: _READS_BACK,
     Tensor.__int__: _READS_BACK,
     Tensor.__index__: _READS_BACK,
@@ -44,16 +43,7 @@ _CONSTRUCTORS = frozenset([torch.tensor, torch.as_tensor, torch.asarray, Tensor.
 
 def why_refused(func: OpOverload, args: Any, kwargs: Any) -> str | None:
     """Why a graph cannot hold an op called with these values, or None."""
-    if func._opname in _INDEXING and func.namespace == "aten":
-        # they carry the dynamic-shape tag for the sake of masks, and most calls have none
-        return "indexes with a mask, so its size depends on data" if _has_mask(func, args, kwargs) else None
-    if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
-        return None
-    if torch.Tag.data_dependent_output in func.tags:
-        return _READS_BACK
-    if torch.Tag.dynamic_output_shape in func.tags:
-        return "returns a tensor whose size depends on data"
-    return "is tagged cudagraph_unsafe" if torch.Tag.cudagraph_unsafe in func.tags else None
+    return why_no_graph_holds(func, bind_arguments(func, args, kwargs))
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -82,14 +72,6 @@ def refusal(what: str, reason: str, name: str) -> CaptureError:
         f"{what} {reason} while {name} is recorded ({current_line()}). A graph cannot hold that: compute it on the "
         "device, or register the op that does it as a split op, so that it runs eagerly."
     )
-
-
-def _has_mask(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    masks = (torch.bool, torch.uint8)
-    for argument, value in argument_values(func, args, kwargs):
-        if argument.name == "indices":
-            return any(isinstance(leaf, Tensor) and leaf.dtype in masks for leaf in leaves_of(value))
-    return False
 
 
 def _holds_tensor(value: Any) -> bool:

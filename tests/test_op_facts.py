@@ -1,0 +1,81 @@
+"""What is asked of an op is answered once, for plans and for recordings, and never by a bare name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runtime_helpers import compile_host
+from torch import Tensor
+
+import dsv4_compile
+from dsv4_compile.op_facts import aten_name, bind_arguments, is_allocation, why_no_graph_holds
+
+LIBRARY = torch.library.Library("op_facts_test", "DEF")
+LIBRARY.define("as_strided(Tensor x, int[] size, int[] stride, int offset) -> Tensor")
+LIBRARY.impl("as_strided", lambda x, size, stride, offset: x + offset, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "op_facts_test::as_strided", lambda x, size, stride, offset: torch.empty_like(x), lib=LIBRARY
+)
+LIBRARY.define("index_put(Tensor x, Tensor indices) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.impl("index_put", lambda x, indices: x + indices, "CompositeExplicitAutograd")
+torch.library.register_fake("op_facts_test::index_put", lambda x, indices: torch.empty_like(x), lib=LIBRARY)
+LIBRARY.define("empty(Tensor x) -> Tensor")
+
+ATEN, OURS = torch.ops.aten, torch.ops.op_facts_test
+X, MASK, ROWS = torch.ones(3), torch.tensor([True, False, True]), torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "expected"),
+    [
+        (ATEN.add.Tensor, (X, X), {}, None),
+        (ATEN.index.Tensor, (X, [ROWS]), {}, None),
+        (ATEN.index.Tensor, (X, [MASK]), {}, "indexes with a mask, so its work depends on data"),
+        (ATEN.index_put_.default, (X, [None, MASK], X), {}, "indexes with a mask, so its work depends on data"),
+        (ATEN._unsafe_index.Tensor, (X, [ROWS]), {}, None),
+        (ATEN.repeat_interleave.Tensor, (ROWS,), {}, "returns a tensor whose size depends on data"),
+        (ATEN.repeat_interleave.Tensor, (ROWS,), {"output_size": 2}, None),
+        (ATEN.nonzero.default, (X,), {}, "returns a tensor whose size depends on data"),
+        (ATEN._local_scalar_dense.default, (X,), {}, "reads a value back to the host"),
+        (OURS.index_put.default, (X, X), {}, "is tagged cudagraph_unsafe"),
+    ],
+)
+def test_what_no_graph_holds(op: Any, args: Any, kwargs: Any, expected: str | None) -> None:
+    assert why_no_graph_holds(op, bind_arguments(op, args, kwargs)) == expected
+
+
+def test_an_op_of_another_namespace_is_none_of_atens() -> None:
+    assert (aten_name(ATEN.empty.memory_format), aten_name(OURS.empty.default), aten_name(len)) == ("empty", "", "")
+    assert is_allocation(ATEN.empty_like.default)
+    assert not is_allocation(OURS.empty.default)
+
+
+def test_an_op_that_is_called_as_a_strided_view_keeps_its_arguments() -> None:
+    def model(x: Tensor) -> Tensor:
+        return OURS.as_strided(x, [4], [1], 1) * 1
+
+    compiled = compile_host(model, engine="off")
+    memory = torch.zeros(12)
+    for start in (0, 4, 8):  # Dynamo guards no offset
+        x = memory[start : start + 4]
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_an_op_whose_size_the_caller_gives_is_captured() -> None:
+    def model(x: Tensor, repeats: Tensor) -> Tensor:
+        return torch.repeat_interleave(x * 2, repeats, output_size=6) + 1
+
+    plan = dsv4_compile.explain(model, torch.ones(3), torch.tensor([2, 2, 2]))
+    assert [unit.kind for unit in plan.units] == ["piece"]
+    compiled = compile_host(model)
+    for repeats in ([2, 2, 2], [1, 2, 3], [6, 0, 0], [0, 6, 0]):
+        x = torch.randn(3)
+        assert torch.equal(compiled(x, torch.tensor(repeats)), model(x, torch.tensor(repeats)))
+
+
+def test_an_op_that_is_called_as_one_of_atens_and_tagged_runs_eagerly() -> None:
+    plan = dsv4_compile.explain(lambda x: OURS.index_put(x * 2, x) + 1, torch.ones(3))
+    ((op,),) = [region.ops for region in plan.regions]
+    assert op.reason == "op_facts_test::index_put.default is tagged cudagraph_unsafe"

@@ -107,8 +107,7 @@ def source_of(placeholder: fx.Node) -> str:
     grapharg = placeholder.meta.get("grapharg")
     if grapharg is None:
         return placeholder.name
-    name = grapharg.source.name
-    return str(name() if callable(name) else name)  # a method until torch 2.9, a property since
+    return str(grapharg.source.name)
 
 
 def is_module_buffer(placeholder: fx.Node) -> bool:
@@ -118,6 +117,13 @@ def is_module_buffer(placeholder: fx.Node) -> bool:
     # Dynamo looks an entry up in the module's `_buffers`: the source of that dict is what has a class of its own.
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     return isinstance(getattr(source, "base", None), UnspecializedParamBufferSource)
+
+
+def measures_tensor(placeholder: fx.Node) -> bool:
+    """Whether a graph input is a size, stride or offset of a tensor, which Dynamo passes beside it."""
+    from torch._dynamo.source import TensorPropertySource
+
+    return isinstance(getattr(placeholder.meta.get("grapharg"), "source", None), TensorPropertySource)
 
 
 def is_float_argument(placeholder: fx.Node) -> bool:
@@ -278,9 +284,7 @@ def _floats_are_settled(mode: Any) -> Iterator[None]:
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-    env = mode.shape_env
-    symbols = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # in older versions
-    added = {str(symbol) for symbol in symbols if symbol_is_type(symbol, SymT.FLOAT)}
+    added = {str(symbol) for symbol in mode.shape_env.backed_var_to_val if symbol_is_type(symbol, SymT.FLOAT)}
     added -= TensorifyState.force_specializations
     TensorifyState.force_specializations |= added
     try:

@@ -44,9 +44,10 @@ class GraphInput:
         value: its fake tensor in the trace, or a SymInt; only to be looked at, since each may belong to another mode.
         provenance: of its storage; a size has none and says so.
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
-        owned: a parameter or buffer of a module, which lives as long as the module does.
+        owned: a parameter, or a buffer of a module; what was captured with it goes when it dies.
         number: a Python float that Dynamo passes as a 0-dim tensor; nothing else can share its memory.
         scalar: what a tensor of one element on the host held when the graph was traced; None for any other input.
+        measures: a size, stride or offset of a tensor, and no number that the user gave.
     """
 
     node: fx.Node
@@ -57,6 +58,7 @@ class GraphInput:
     owned: bool
     number: bool
     scalar: float | None
+    measures: bool
 
 
 class InputRole(enum.Enum):

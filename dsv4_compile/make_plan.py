@@ -77,7 +77,7 @@ def _scalars(draft: Draft, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[st
         if effects.bucket_scalar:
             yield by_node[node.all_input_nodes[0]].name
     for graph_input in draft.inputs:
-        if graph_input.provenance is Provenance.SIZE and not graph_input.name.endswith("]"):
+        if graph_input.provenance is Provenance.SIZE and not graph_input.measures:
             yield graph_input.name
 
 

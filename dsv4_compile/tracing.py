@@ -20,6 +20,7 @@ from .compat import (
     is_module_buffer,
     is_static_input,
     is_traceable_wrapper_subclass,
+    measures_tensor,
     module_of,
     source_of,
 )
@@ -66,6 +67,7 @@ def _input(node: fx.Node, example: Any) -> GraphInput:
         number=is_float_argument(node),
         scalar=_scalar(example),
         owned=isinstance(example, torch.nn.Parameter) or is_module_buffer(node),
+        measures=measures_tensor(node),
     )
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+import dsv4_compile
 from dsv4_compile.errors import UnsupportedInputError
 
 
@@ -26,3 +28,15 @@ def test_a_wrapper_subclass_is_refused_unread(subclass: Any) -> None:
     message = f"^x is a {subclass.__name__}: a captured piece needs plain tensors"
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=message):
         compiled(subclass(torch.ones(1), torch.ones(1)))
+
+
+def test_every_int_of_the_user_is_a_host_scalar_of_the_plan() -> None:
+    """Wherever it is kept; sizes, strides and offsets of tensors are none."""
+
+    def function(x: Tensor, n: int, more: list[int], named: dict[str, int]) -> Tensor:
+        return torch.ops.toy.fresh(x * n + more[0] + named["k"]) + x.stride(0)
+
+    x = torch.ones(6, 8)[::2, 1:]
+    plan = dsv4_compile.explain(function, x, 5, [7], {"k": 9}, options={"split_ops": ["toy::fresh"]})
+    assert plan.scalars == ("n", "more[0]", "named.k")
+    assert "host scalars, part of the bucket: n, more[0], named.k" in str(plan)

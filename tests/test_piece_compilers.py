@@ -213,6 +213,30 @@ def test_a_compiler_may_return_a_tuple_a_list_or_a_bare_tensor(returned: Callabl
         assert torch.equal(compiled(x), x * 2)
 
 
+def merged(results: Sequence[Tensor]) -> list[Tensor]:
+    """Equal results as one tensor."""
+    kept: list[Tensor] = []
+    for result in results:
+        kept.append(next((other for other in kept if torch.equal(other, result)), result))
+    return kept
+
+
+def test_a_compiler_may_return_one_tensor_for_equal_results() -> None:
+    """No op of its graph sees that; one behind it writes one of the two."""
+
+    def model(x: Tensor) -> Tensor:
+        written, kept = x * 2, x * 2
+        torch.ops.probe.store(x + 1, written)
+        return written * 10 + kept
+
+    compiled = torch.compile(
+        model, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": Recording(merged)}
+    )
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        assert torch.equal(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("returned", [lambda results: None, lambda results: [], lambda results: ()])
 def test_a_compiler_may_return_nothing_for_a_piece_that_only_writes(returned: Callable[..., Any]) -> None:
     options = {"piece_compiler": Recording(returned)}

@@ -2,7 +2,8 @@
 
 Compilers differ in what their functions return: nothing, a bare tensor, a list or a tuple. Here, and nowhere else, that
 is made one. A function that returns anything but what its graph does is named. What stays inside of the piece is taken
-as it is returned, unless its strides are not the planned ones, or it is memory of an argument: then it is copied.
+as it is returned, unless its strides are not the planned ones, or it is memory of an argument or of another result:
+then it is copied. Equal values may be one tensor to a compiler; an op behind it may write one of them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class CompiledFunction:
             assert result is not None, "what leaves the piece has a slot"
             if slot is None and not (has_strides_of(result, meta) and result.untyped_storage().data_ptr() not in taken):
                 slot = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=result.device)
-            if slot is not None and slot is not result:
+            if slot is None:
+                taken.add(result.untyped_storage().data_ptr())
+            elif slot is not result:
                 copier(slot)(result)
             yield result if slot is None else slot
 

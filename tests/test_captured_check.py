@@ -11,13 +11,21 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from case_helpers import Pair, rows
-from runtime_helpers import HOST, Probe, call_often, compile_host
+from runtime_helpers import HOST, LIBRARY, Probe, call_often, compile_host
 from torch import Tensor, fx, nn
 
 from dsv4_compile import counters
 from dsv4_compile.errors import AliasingOpError, LayoutMismatchError, ReplayMismatchError
 
 toy, probe = torch.ops.toy, torch.ops.probe
+# Their fakes lie about the dtype of the second result.
+for _returns, _container in (("(Tensor, Tensor)", tuple), ("Tensor[]", list)):
+    _name = f"widened_in_{_container.__name__}"
+    LIBRARY.define(f"{_name}(Tensor q) -> {_returns}")
+    LIBRARY.impl(_name, lambda q, into=_container: into((q + 1, 2 * q.double())), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"probe::{_name}", lambda q, into=_container: into((torch.empty_like(q), torch.empty_like(q))), lib=LIBRARY
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -193,4 +201,12 @@ def test_an_op_inside_of_a_piece_that_returns_its_argument_is_named(compiler: st
 def test_an_op_inside_of_a_piece_whose_fake_lies_is_named_and_not_the_next_one(compiler: str) -> None:
     compiled = compile_host(lambda x: toy.fresh(toy.widened(x * 2) + 1), piece_compiler=compiler)
     with pytest.raises(LayoutMismatchError, match=r"toy::widened\.default gave \[5, 4\] torch.float64"):
+        call_often(compiled, rows(5), times=1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("op", ["widened_in_tuple", "widened_in_list"])
+def test_so_is_one_that_gives_its_results_in_a_container(compiler: str, op: str) -> None:
+    compiled = compile_host(lambda x: toy.fresh(getattr(probe, op)(x * 2)[1] + 1), piece_compiler=compiler)
+    with pytest.raises(LayoutMismatchError, match=rf"probe::{op}\.default gave \[5, 4\] torch.float64"):
         call_often(compiled, rows(5), times=1)

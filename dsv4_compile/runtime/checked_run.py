@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..compat import pytree
 from ..draft import Draft, TensorMeta, Unit
 from ..reasons import custom_ops
 from .check_results import check_fresh, check_layout
@@ -67,6 +68,7 @@ class _Interpreter(fx.Interpreter):
         return value
 
     def _check_layout(self, node: fx.Node, value: Any) -> None:
-        meta = self._draft.effects[node].result
-        if isinstance(meta, TensorMeta):
-            check_layout(self._draft, node, value, self._sizes.promised(meta))
+        promised = pytree.tree_leaves(self._draft.effects[node].result)
+        for meta, tensor in zip(promised, pytree.tree_leaves(value), strict=False):
+            if isinstance(meta, TensorMeta) and isinstance(tensor, Tensor):
+                check_layout(self._draft, node, tensor, self._sizes.promised(meta))

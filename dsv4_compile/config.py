@@ -7,11 +7,11 @@ the `Literal` types below, so that they are written once.
 from __future__ import annotations
 
 import difflib
+import os
 import platform
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 
@@ -134,9 +134,13 @@ def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
     return check
 
 
+def _is_whole(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _whole_number(least: int) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not _is_whole(value, least):
             raise OptionError(f"option {name}={value!r} must be a whole number of at least {least}")
         return value
 
@@ -164,8 +168,15 @@ def _op_names(name: str, value: Any) -> tuple[str, ...]:
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise OptionError(f"option {name}={value!r} must be a list of token counts")
-    # 0 is refused too: a batch of no tokens has nothing to capture
-    return tuple(sorted({_whole_number(1)(f"{name}, item", size) for size in value}))
+    if not value:
+        raise OptionError(
+            f"option {name}={value!r} names no size: leave it out to capture every size, "
+            'or set engine="off" to capture none'
+        )
+    for size in value:
+        if not _is_whole(size, 1):  # nor 0: a batch of no tokens has nothing to capture
+            raise OptionError(f"option {name} has {size!r}; a token count is a whole number of at least 1")
+    return tuple(sorted(set(value)))
 
 
 def _piece_compiler(name: str, value: Any) -> Any:
@@ -173,20 +184,14 @@ def _piece_compiler(name: str, value: Any) -> Any:
 
 
 def _aux_streams(name: str, value: Any) -> Any:
-    return value if value == "auto" else _whole_number(0)(name, value)
+    return value if _is_whole(value, 0) else _one_of(Literal["auto"], " or a whole number of at least 0")(name, value)
 
 
 def _folder(name: str, value: Any) -> str:
-    try:
-        return str(typing.cast("Any", value).__fspath__() if hasattr(value, "__fspath__") else _text(name, value))
-    except TypeError:
-        raise OptionError(f"option {name}={value!r} must be a folder path") from None
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
         raise OptionError(f"option {name}={value!r} must be a folder path")
-    return value
+    return path
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from case_helpers import Pair, Setup, check, everywhere, everywhere_and_compiled
 from torch import Tensor
 
 import dsv4_compile
+from dsv4_compile.config import Config
 from dsv4_compile.errors import OptionError, TrainingError, UnknownOpError
 
 toy = torch.ops.toy
@@ -220,6 +223,25 @@ def test_b56_wrong_options_are_refused(options: dict[str, object], message: str)
     compiled = torch.compile(lambda x: toy.fresh(x), backend="dsv4_piecewise", options=options)
     with pytest.raises(OptionError, match=message.replace("? Valid", r"\? Valid")):
         compiled(rows(8))
+
+
+class InBytes:
+    """A path that is no text."""
+
+    def __fspath__(self) -> bytes:
+        return b"dump"
+
+
+@pytest.mark.parametrize("folder", [InBytes(), b"dump", "", 3])
+def test_b56_wrong_folders_are_refused(folder: object) -> None:
+    message = f"option dump_dir={folder!r} must be a folder path"
+    with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
+        Config.from_options({"dump_dir": folder})
+
+
+@pytest.mark.parametrize("folder", ["dump", Path("dump")])
+def test_b56_a_folder_may_be_a_path(folder: object) -> None:
+    assert Config.from_options({"dump_dir": folder}).dump_dir == "dump"
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "bogus"])

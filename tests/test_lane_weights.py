@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -37,12 +38,18 @@ def test_a_number_counts_everywhere(hip: str | None, device: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("aux_streams", -1), ("aux_streams", "many"), ("aux_streams", True), ("aux_stream_max_tokens", 1.5)],
+    ("value", "hint"),
+    [(-1, "."), ("many", "."), ("Auto", ": did you mean 'auto'?"), (True, "."), ("3", "."), (1.5, ".")],
 )
-def test_a_wrong_value_is_refused(option: str, value: object) -> None:
-    with pytest.raises(OptionError, match=f"^option {option}={value!r} must be a whole number of at least 0$"):
-        Config.from_options({option: value})
+def test_a_wrong_number_of_streams_is_refused(value: object, hint: str) -> None:
+    message = f"option aux_streams={value!r} is not valid{hint} Valid: auto or a whole number of at least 0"
+    with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
+        Config.from_options({"aux_streams": value})
+
+
+def test_a_wrong_bound_of_streams_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"^option aux_stream_max_tokens=1\.5 must be a whole number of at least 0$"):
+        Config.from_options({"aux_stream_max_tokens": 1.5})
 
 
 def weights(fn: Any, *args: Tensor, **options: Any) -> dict[str, int]:

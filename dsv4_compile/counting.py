@@ -28,8 +28,8 @@ class Counters:
     | graphs_compiled | Dynamo graphs handed to the backend and compiled |
     | pieces_compiled, pieces_reused | different pieces, compiled or run as they are, and copies of one of them |
     | regions | eager regions over all compiled graphs |
-    | captures, recaptures | buckets captured, and captured again because a static input moved |
-    | replays | calls served by a captured program |
+    | captures, recaptures | buckets captured; those captured again, since static inputs moved or died with a model |
+    | replays | calls served by a captured program, the one that captured it included |
     | uncaptured_calls | calls that ran the pieces without a capture |
     | eager_op_calls | ops launched one by one inside eager regions |
     | uncompiled_pieces | pieces run or captured uncompiled: inputs overlap, or a number is not the traced one |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -246,6 +247,21 @@ def test_replaced_weight_is_noticed_and_captured_again(move: Callable[[Model], N
             for _ in range(3):
                 pair(rows(5))
     assert len(entries()) == 1  # programs of old weights are gone
+
+
+def test_a_model_in_the_place_of_one_that_is_gone_counts_as_captured_again() -> None:
+    """As one whose parameters were all replaced does: nothing in a call tells the two apart."""
+
+    def run(model: Model, x: Tensor) -> Tensor:
+        return model(x)
+
+    compiled = compile_host(run)
+    for again in (0, 1, 1):
+        model = Model()
+        with counters.expect(captures=1, recaptures=again):
+            call_often(compiled, model, rows(5))
+        del model
+        gc.collect()
 
 
 def test_every_bucket_that_a_moved_weight_invalidates_counts_as_recaptured() -> None:

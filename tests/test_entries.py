@@ -11,7 +11,7 @@ import torch
 from runtime_helpers import compile_host
 
 from dsv4_compile.runtime import captured
-from dsv4_compile.runtime.entries import Entries, Entry
+from dsv4_compile.runtime.entries import STALE_BUCKETS, Entries, Entry
 
 
 class Weight:
@@ -48,7 +48,7 @@ def test_a_weight_that_dies_while_another_is_looked_at() -> None:
     entries.add(("first", ()), entry((1,)), [first])
     entries.add(("second", ()), entry((2,)), [second])
     del second
-    assert not entries.make_room((3,), (1,))
+    entries.drop_moved()
     assert entries.buckets((1,)) == {(1,)}
 
 
@@ -61,8 +61,19 @@ def test_a_weight_that_dies_while_buckets_are_compared() -> None:
     entries.add(("first", ()), entry(bucket), [first])
     entries.add(("second", ()), entry((2,)), [second])
     del second
-    assert not entries.make_room((3,), (1,))
+    assert entries.drop_oldest((3,), (1,)) == []
     assert entries.buckets((1,)) == {bucket}
+
+
+def test_buckets_whose_entries_went_are_not_remembered_without_end() -> None:
+    """A float among the arguments makes new buckets in every call."""
+    entries = Entries()
+    for number in range(3 * STALE_BUCKETS):
+        weight: Any = Weight()
+        entries.add((number, ()), entry((number,)), [weight])
+        del weight
+    assert entries.buckets((1,)) == set()
+    assert len(entries._stale) <= STALE_BUCKETS + 1
 
 
 def test_the_loop_over_all_callables_sees_none_that_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

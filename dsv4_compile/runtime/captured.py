@@ -154,7 +154,8 @@ class CapturedCallable:
             return result
         key = self._settle_moving_inputs(key, args)
         anchors = self._keys.anchors(args)
-        if self._entries.make_room(bucket, anchors):
+        self._entries.drop_moved()
+        if self._entries.drop_oldest(bucket, anchors):
             self._limits.warn_moving()
         captured = self._entries.buckets(anchors)
         if bucket not in captured and len(captured) >= self._config.max_captures:

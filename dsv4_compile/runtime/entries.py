@@ -14,6 +14,8 @@ from .program import Program
 Anchors = tuple[int, ...]
 # For how many sets of addresses a bucket is kept with the same parameters and buffers.
 ADDRESS_SETS = 4
+# Buckets remembered for `recaptures` after their entries went; host scalars make new ones without end.
+STALE_BUCKETS = 1024
 Bucket = tuple[object, ...]
 
 
@@ -41,7 +43,7 @@ class Entries:
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._references: dict[Key, list[weakref.ref[Tensor]]] = {}
-        self._stale: set[Bucket] = set()
+        self._stale: dict[Bucket, None] = {}  # in order of age
 
     def get(self, key: Key) -> Entry | None:
         """The entry of a key."""
@@ -51,7 +53,7 @@ class Entries:
         """Keep an entry for as long as all of `owned` live.
 
         Returns:
-            Whether its bucket had been captured before, with addresses that no longer hold.
+            Whether its bucket had been captured before, with static inputs that have moved since or are gone.
         """
         this = weakref.ref(self)  # not self: the finaliser would keep all of it alive until the collector comes
 
@@ -63,31 +65,37 @@ class Entries:
         self._references[key] = [weakref.ref(tensor, forget) for tensor in owned]
         self._entries[key] = entry
         is_again = entry.bucket in self._stale
-        self._stale.discard(entry.bucket)
+        self._stale.pop(entry.bucket, None)
+        for bucket in list(self._stale)[:-STALE_BUCKETS]:
+            self._stale.pop(bucket, None)
         return is_again
 
     def buckets(self, anchors: Anchors) -> set[Bucket]:
         """The buckets that are captured with these parameters and buffers."""
         return {entry.bucket for entry in list(self._entries.values()) if entry.anchors == anchors}
 
-    def make_room(self, bucket: Bucket, anchors: Anchors) -> bool:
-        """Drop entries whose parameters moved, and the oldest of a bucket that has been captured too often.
-
-        A bucket may be captured with several sets of addresses, such as two buffers that are used in turn.
-
-        Returns:
-            Whether one had to go that may have been of use still.
-        """
+    def drop_moved(self) -> None:
+        """Drop entries whose parameters or buffers are elsewhere now."""
         for key, entry in list(self._entries.items()):
             if self._has_moved(key, entry):
                 self._drop(key)
+
+    def drop_oldest(self, bucket: Bucket, anchors: Anchors) -> list[Key]:
+        """Make room for one more entry of a bucket with these parameters and buffers.
+
+        It may have several, with other addresses of its other static inputs: two buffers that are used in turn.
+
+        Returns:
+            The keys of those that had to go, which may have been of use still.
+        """
         alive = list(self._entries.items())
         others = [key for key, entry in alive if (entry.bucket, entry.anchors) == (bucket, anchors)]
         if others:
-            self._stale.add(bucket)
-        for key in others[: max(0, len(others) + 1 - ADDRESS_SETS)]:
+            self._stale[bucket] = None
+        dropped = others[: max(0, len(others) + 1 - ADDRESS_SETS)]
+        for key in dropped:
             self._drop(key)
-        return len(others) >= ADDRESS_SETS
+        return dropped
 
     def clear(self) -> None:
         """Drop all."""
@@ -108,4 +116,4 @@ class Entries:
         self._references.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._stale.add(entry.bucket)
+            self._stale[entry.bucket] = None

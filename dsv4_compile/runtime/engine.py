@@ -137,7 +137,7 @@ def allocate_poisoned(nbytes: int, device: torch.device) -> Tensor:
 
 
 def engine_for(name: Literal["auto", "cuda", "host"], device: torch.device) -> Engine:
-    """The engine for inputs on a device; all callers of one device share it, and with it its capture stream.
+    """The engine for inputs on a device; all callers of one `real_device` share it, and with it its capture stream.
 
     Args:
         name: "auto" takes cuda where the inputs are on a CUDA device and host where they are on the CPU.
@@ -153,7 +153,14 @@ def engine_for(name: Literal["auto", "cuda", "host"], device: torch.device) -> E
         known = f"use engine={needed!r} or 'auto'" if needed else "use engine='off'"
         raise OptionError(f"engine={name!r} cannot record the work of inputs on {device}: {known}")
     with _making:  # `cache` alone lets two threads make two engines
-        return _make_engine(needed, device)
+        return _make_engine(needed, real_device(device))
+
+
+def real_device(device: torch.device) -> torch.device:
+    """A device by its one name: "cuda" without an index is the current one, and there is one CPU."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 @cache

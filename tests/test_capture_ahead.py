@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from toy_ops import SPLIT
 
 import dsv4_compile
 from dsv4_compile.errors import CaptureError, OptionError
-from dsv4_compile.runtime.restoring import restoring_calls
+from dsv4_compile.runtime import restoring
+from dsv4_compile.runtime.restoring import restored_inputs, restoring_calls
 
 
 class Cached(nn.Module):
@@ -41,6 +43,48 @@ def test_dummy_calls_leave_no_trace(engine: str) -> None:
     assert model.cache.sum() == 0
     assert seen.sum() == 0
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+class Generators:
+    """The random states of CUDA devices, which need not be there, and what was asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, devices: int, current: int) -> None:
+        self.states = [0] * devices
+        self.saved: list[torch.device] = []
+        monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", self.get)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self.set)
+
+    def get(self, device: torch.device) -> int:
+        self.saved.append(device)
+        return self.states[device.index]
+
+    def set(self, state: int, device: torch.device) -> None:
+        self.states[device.index] = state
+
+
+def test_random_states_of_the_devices_in_use_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current one and those of the graphs; another thread may draw on the others. torch does not warn."""
+    generators = Generators(monkeypatch, devices=3, current=1)
+    graphs: Any = SimpleNamespace(inputs=(), written=frozenset)
+    with restoring_calls():
+        generators.states = [0, 1, 1]  # as of dummy inputs
+        for name in ("cuda:0", "cuda", "cuda:0", "cpu"):
+            monkeypatch.setattr(restoring, "graph_device", lambda draft, name=name: torch.device(name))
+            with restored_inputs(graphs, ()):
+                generators.states = [state + 1 for state in generators.states]
+    assert generators.states == [0, 0, 5]
+    assert generators.saved == [torch.device("cuda", 1), torch.device("cuda", 0)]
+
+
+def test_without_a_gpu_none_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = Generators(monkeypatch, devices=0, current=0)
+    with restoring_calls():
+        pass
+    assert generators.saved == []
 
 
 @pytest.mark.parametrize("engine", ["off", "host"])

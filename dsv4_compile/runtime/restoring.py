@@ -1,7 +1,8 @@
 """Calls that leave no trace: what a graph writes among its inputs is put back afterwards.
 
 `dsv4_compile.capture` runs models on dummy inputs to capture their buckets. The caches and buffers that such a call
-writes, and the stream of random numbers, must be afterwards what they were before.
+writes, and the stream of random numbers, must be afterwards what they were before: that of the CPU, of the current CUDA
+device, and of the devices of the graphs. Other devices are left alone, since other threads may draw from them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..draft import Draft
+from ..reasons import graph_device
+from .engine import real_device
 
 
 @dataclass(slots=True)
@@ -24,9 +27,17 @@ class Restoring:
 
     Attributes:
         calls: how many compiled calls put back what they wrote.
+        random_states: of the CUDA devices in use, as they were before.
     """
 
     calls: int = 0
+    random_states: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def save_random_state(self, device: torch.device) -> None:
+        """Note the random state of a CUDA device, unless that was done before."""
+        device = real_device(device)
+        if device.type == "cuda" and device not in self.random_states:
+            self.random_states[device] = torch.cuda.get_rng_state(device)
 
 
 class _Current(threading.local):
@@ -44,12 +55,17 @@ def is_restoring() -> bool:
 @contextmanager
 def restoring_calls() -> Iterator[Restoring]:
     """Compiled calls of this thread, inside the block, put back what they write."""
-    outer, _current.block = _current.block, Restoring()
+    block = Restoring()
+    if torch.cuda.is_available():
+        block.save_random_state(torch.device("cuda"))
+    outer, _current.block = _current.block, block
     try:
-        with torch.random.fork_rng():
-            yield _current.block
+        with torch.random.fork_rng(devices=[]):
+            yield block
     finally:
         _current.block = outer
+        for device, state in block.random_states.items():
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
@@ -63,6 +79,7 @@ def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
     ]
     if _current.block is not None:
         _current.block.calls += 1
+        _current.block.save_random_state(graph_device(draft))
     try:
         yield
     finally:

@@ -75,6 +75,8 @@ def make_callable(draft: Draft, pieces: Pieces, config: Config, artifacts: Artif
     if config.engine == "off" or draft.uncaptured is not None:
         return UncapturedCallable(draft, pieces)
     tokens = token_count(draft)
+    if tokens is None and (config.capture_sizes is not None or config.max_tokens is not None):
+        log.warning("no tensor of this graph says how many tokens there are: capture_sizes and max_tokens mean nothing")
     bound = config.token_bound or (None if tokens is None else upper_bound(tokens))
     engine = engine_for(config.engine, graph_device(draft))
     show = artifacts.show_program

@@ -74,6 +74,13 @@ def schemas_of(name: str) -> list[torch._C.FunctionSchema]:
     return [schema for schema in schemas if schema.overload_name == wanted]
 
 
+def has_composite_kernel(name: str) -> bool:
+    """Whether torch takes "ns::op", or the overload "ns::op.overload", apart before dispatch modes see it."""
+    packet = name.partition(".")[0]
+    overloads = [f"{packet}.{schema.overload_name}".removesuffix(".") for schema in schemas_of(name)]
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op, "CompositeImplicitAutograd") for op in overloads)
+
+
 def resolve_overload(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The `OpOverload` that calling an op packet, an overload or a `custom_op` object with these values reaches."""
     target = getattr(target, "_opoverload", target)

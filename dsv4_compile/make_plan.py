@@ -9,13 +9,14 @@ import sympy
 import torch
 from torch import fx
 
-from .compat import OpOverload, expr_of, hint_of, op_name, pytree, size_text
+from .compat import HigherOrderOperator, OpOverload, expr_of, hint_of, op_name, pytree, size_text
 from .config import Config, runner_reason
 from .draft import Draft, GraphInput, Part, Provenance, TensorMeta, Unit
+from .op_facts import bind_arguments
 from .ops.registry import find_op
 from .piece_compilers import piece_compiler_for
 from .plan import Plan, PlanOp, PlanPart, PlanSlot, PlanUnit, PlanValue, PlanWorkspace
-from .reasons import why_split
+from .reasons import ops_of, why_split
 from .runtime.sizes import Sizes
 from .runtime.workspace import aligned, extent_bytes, place_slots
 from .userlines import where
@@ -49,7 +50,7 @@ def token_count(draft: Draft) -> sympy.Expr | None:
     Without a split op: dim 0 of the first tensor input that is not static.
     """
     for node in draft.working_nodes():
-        if why_split(draft, node) == "split op":
+        if why_split(draft, node) and not isinstance(node.target, HigherOrderOperator):
             tokens = _tokens_of_call(draft, node)
             if tokens is None or tokens.free_symbols <= draft.symbols.keys():
                 return tokens  # a split op on rows that data selects is no measure of the batch
@@ -60,10 +61,11 @@ def token_count(draft: Draft) -> sympy.Expr | None:
 
 
 def _tokens_of_call(draft: Draft, node: fx.Node) -> sympy.Expr | None:
-    registered = find_op(draft.ops, op_name(node.target))
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    wanted = [bound.get(registered.tokens)] if registered and registered.tokens else list(bound.values())
+    wanted: list[Any] = [*node.args, *node.kwargs.values()]
+    if isinstance(node.target, OpOverload):
+        registered = find_op(draft.ops, op_name(node.target))
+        if registered is not None and registered.tokens is not None:
+            wanted = [bind_arguments(node.target, node.args, node.kwargs).get(registered.tokens)]
     for arg in wanted:
         for leaf in pytree.tree_leaves(arg):
             meta = draft.effects[leaf].result if isinstance(leaf, fx.Node) else None
@@ -178,7 +180,7 @@ def _uncaptured(draft: Draft) -> Iterator[str]:
 
 
 def _uncalled(draft: Draft, config: Config) -> Iterator[str]:
-    called = {op for effects in draft.effects.values() for op in effects.ops}
+    called = {op for node in draft.effects for op in ops_of(draft, node)}
     for name in config.split_ops:
         if not any(op == name or op.partition(".")[0] == name for op in called):
             yield f"split_ops names {name}, which this graph never calls"

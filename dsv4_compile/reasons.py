@@ -17,13 +17,18 @@ from .ops.registry import Role, find_op
 
 def why_split(draft: Draft, node: fx.Node) -> str | None:
     """The node is a split op, or runs one inside."""
-    wrapped = wrapped_op(node)
-    called = {op_name(wrapped)} if wrapped is not None else set(draft.effects[node].ops)
     own = op_name(node.target) if isinstance(node.target, OpOverload) else None
     if own is not None and has_role(draft, own, "split"):
         return "split op"
-    inside = sorted(op for op in called | set(_ops_in_bodies(draft, node)) if has_role(draft, op, "split"))
+    inside = sorted(op for op in ops_of(draft, node) if has_role(draft, op, "split"))
     return f"runs the split op {', '.join(inside)} inside" if inside else None
+
+
+def ops_of(draft: Draft, node: fx.Node) -> set[str]:
+    """Names of all ops that a node calls, itself or in the body of a higher-order op."""
+    wrapped = wrapped_op(node)
+    called = {op_name(wrapped)} if wrapped is not None else set(draft.effects[node].ops)
+    return called.union(_ops_in_bodies(draft, node))
 
 
 def why_reads_step(draft: Draft, node: fx.Node) -> str | None:
@@ -175,14 +180,15 @@ def _ops_in_bodies(draft: Draft, node: fx.Node) -> Iterator[str]:
         body = draft.gm.get_submodule(str(arg.target)) if _is_body(draft, arg) else None
         for module in body.modules() if body is not None else ():
             if isinstance(module, fx.GraphModule):
-                yield from (_call_name(inner) for inner in module.graph.nodes if inner.op == "call_function")
+                yield from (name for inner in module.graph.nodes for name in _named_ops(inner))
 
 
 def _is_body(draft: Draft, arg: fx.Node) -> bool:
     return arg.op == "get_attr" and draft.effects[arg].result is None
 
 
-def _call_name(node: fx.Node) -> str:
+def _named_ops(node: fx.Node) -> list[str]:
+    """The op that a node of a body names; every overload of one that Dynamo did not resolve."""
     if isinstance(node.target, OpOverloadPacket):
-        return f"{node.target._qualified_op_name}.{node.target.overloads()[0]}"
-    return op_name(node.target) if isinstance(node.target, OpOverload) else ""
+        return [f"{node.target._qualified_op_name}.{overload}" for overload in node.target.overloads()]
+    return [op_name(node.target)] if isinstance(node.target, OpOverload) else []

@@ -145,10 +145,7 @@ class EffectsRecorder(TorchDispatchMode):
                 recording.uncapturable = recording.uncapturable or _HOST_EFFECT
 
     def record_role(self, recording: Recording, func: Any, bound: Mapping[str, Any]) -> RegisteredOp | None:
-        """Note a call of an op and what it is registered as.
-
-        Composite ops are taken apart before the mode sees them, so the interpreter calls this for a node's own op too.
-        """
+        """Note a call of an op and what it is registered as."""
         name = op_name(func)
         registered = find_op(self._ops, name)
         if name not in recording.ops:
@@ -159,6 +156,19 @@ class EffectsRecorder(TorchDispatchMode):
             recording.pinned |= registered.role == "split" or registered.reads_context or bool(tensors)
             recording.barrier = recording.barrier or _why_barrier(func, name, registered)
         return registered
+
+    def is_registered(self, func: OpOverload) -> bool:
+        """Whether an op has a role."""
+        return find_op(self._ops, op_name(func)) is not None
+
+    def record_whole(self, recording: Recording, func: Any, bound: Mapping[str, Any]) -> None:
+        """Note the call of an op that the mode may not have seen: torch takes composite ops apart before."""
+        registered = self.record_role(recording, func, bound)
+        name = op_name(func)
+        if registered is not None and all(access.op != name for access in recording.accesses):
+            for argument in registered.step_state:
+                numbers = [self.storages.number(tensor) for tensor in _tensors(bound.get(argument))]
+                recording.accesses += [Access(name, argument, number, False, True) for number in numbers]
 
     def _record_opaque(self, recording: Recording, func: Any, inputs: set[int]) -> None:
         """A higher-order op that did not run its body op by op: it may do anything to its inputs."""
@@ -180,6 +190,21 @@ class EffectsRecorder(TorchDispatchMode):
                         f"op {op_name(func)} returns memory of its argument {argument!r}, but its schema promises a "
                         f"fresh tensor ({where(node)}): return nothing, return a clone, or declare the alias"
                     )
+
+
+class WholeOps(TorchDispatchMode):
+    """Shows a recorder the registered ops that a node calls, as called; composite ones arrive so in inference mode."""
+
+    def __init__(self, recorder: EffectsRecorder, recording: Recording) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and self._recorder.is_registered(func):
+            self._recorder.record_whole(self._recording, func, bind_arguments(func, args, kwargs))
+        return func(*args, **kwargs)
 
 
 _HOST_EFFECT = "declares no effect, so it has one on the host"

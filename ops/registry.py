@@ -69,7 +69,7 @@ def register_op(
     Raises:
         UnknownOpError: torch knows no such op, or the op has no such argument.
         OptionError: another role, a weight that is not a finite number of at least 0, `reads_context` that is no
-            bool, or `step_state` that is no list of names.
+            bool, `step_state` that is no list of names, or `tokens` that names no tensor.
     """
     check_op_name(name)
     _refuse(name, "role", role, None if role in get_args(Role) else f"one of {', '.join(get_args(Role))}")
@@ -77,6 +77,8 @@ def register_op(
     _refuse(name, "reads_context", reads_context, None if isinstance(reads_context, bool) else "True or False")
     step_state = _names(name, step_state)
     _check_arguments(name, step_state if tokens is None else (*step_state, tokens))
+    is_tensor = tokens is None or _is_tensor(name, tokens)
+    _refuse(name, "tokens", tokens, None if is_tensor else "the name of a tensor argument")
     with _lock:
         _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(weight))
 
@@ -132,6 +134,11 @@ def _names(name: str, step_state: object) -> tuple[str, ...]:
 
 def _is_weight(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _is_tensor(name: str, argument: str) -> bool:
+    types = [str(given.type) for schema in schemas_of(name) for given in schema.arguments if given.name == argument]
+    return all("Tensor" in described for described in types)
 
 
 def _check_arguments(name: str, arguments: Sequence[str]) -> None:

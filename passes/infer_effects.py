@@ -32,6 +32,7 @@ from ..compat import (
     OpOverload,
     data_dependent_errors,
     expr_of,
+    has_composite_kernel,
     hint_of,
     is_unbacked,
     python_kernels,
@@ -40,7 +41,7 @@ from ..compat import (
 from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
 from ..errors import Dsv4Error, PlanError
 from ..op_facts import bind_arguments
-from ..recorder import EffectsRecorder, Recording, Storages
+from ..recorder import EffectsRecorder, Recording, Storages, WholeOps
 from ..userlines import where
 from .scope_modes import autocast_scopes
 
@@ -133,6 +134,7 @@ class _EffectsInterpreter(fx.Interpreter):
         self.effects: dict[fx.Node, Effects] = {}
         self.constants: set[int] = set()
         self._stand_ins = stand_ins
+        self._has_composites = any(map(has_composite_kernel, draft.ops))
         self._scalar_inputs = {
             i.node for i in draft.inputs if isinstance(i.value, torch.Tensor) and i.value.dim() == 0 and i.value.is_cpu
         }
@@ -166,7 +168,7 @@ class _EffectsInterpreter(fx.Interpreter):
         try:
             with self.recorder.node(n) as recording, autocast_scopes(n):
                 value = super().run_node(n)
-                self._record_own_op(n, recording)
+            self._record_whole_ops(n, recording)
             return value, recording.effects(value)
         except data_dependent_errors():
             # an op that unpacks a tensor on the way, such as indexing by a 0-dim tensor
@@ -179,10 +181,14 @@ class _EffectsInterpreter(fx.Interpreter):
             # some run under Dynamo's own modes only, such as while_loop
             return self._known(traced), self._opaque(n)
 
-    def _record_own_op(self, n: fx.Node, recording: Recording) -> None:
+    def _record_whole_ops(self, n: fx.Node, recording: Recording) -> None:
+        """A role belongs to an op as it is called, but the recorder has seen the parts of a composite one."""
         if isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            self.recorder.record_role(recording, n.target, bind_arguments(n.target, args, kwargs))
+            self.recorder.record_whole(recording, n.target, bind_arguments(n.target, args, kwargs))
+        elif self._has_composites and n.op in ("call_function", "call_method"):
+            with torch.inference_mode(), WholeOps(self.recorder, recording):
+                super().run_node(n)  # once more: on fakes nothing comes of it
 
     def _known(self, traced: Any) -> Any:
         """The value of the trace, as a stand-in of this run."""

@@ -24,6 +24,10 @@ def _define_composite(schema: str, implementation: Any) -> None:
     LIBRARY.impl(schema.partition("(")[0], implementation, "CompositeImplicitAutograd")
 
 
+def _scaled_insert(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    cache.copy_(x * slots)
+
+
 def _no_list(x: Tensor) -> list[Tensor]:
     x.add_(1)
     return []
@@ -59,4 +63,5 @@ _define("rest_of(Tensor(a!) x) -> Tensor(a!)", lambda x: x.add_(1)[1:], lambda x
 _define("head_of(Tensor(a) x, int n) -> Tensor(a)", lambda x, n: x[:n], lambda x, n: x[:n])
 _define("twins(Tensor q) -> (Tensor, Tensor)", _twins, _twins_fake)
 _define_composite("context_add(Tensor kv, Tensor(a!) cache) -> ()", _context_add)
+_define_composite("scaled_insert(Tensor x, Tensor slots, Tensor(a!) cache) -> ()", _scaled_insert)
 _define_composite("double(Tensor q) -> Tensor", lambda q: q * 2)

@@ -83,6 +83,65 @@ def test_a_reader_of_step_state_is_found_in_every_disguise(reader: Callable[...,
         assert any("write" in op or "context" in op or "checkpoint" in op for op in eager), eager
 
 
+COMPOSITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "aten::linear": lambda x, w: torch.nn.functional.linear(x * 2, w) + 1,
+    "aten::matmul": lambda x, w: (x * 2) @ w + 1,
+    "aten::softmax.int": lambda x, w: torch.softmax(x * 2, -1) + 1,
+    "aten::layer_norm": lambda x, w: torch.nn.functional.layer_norm(x * 2, (4,)) + 1,
+    "aten::scaled_dot_product_attention": lambda x, w: (
+        torch.nn.functional.scaled_dot_product_attention(x[None] * 2, w[None], w[None]) + 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_split_op_that_torch_makes_of_others_is_found(name: str) -> None:
+    """Else it would be captured, as a misspelt one would."""
+    model = COMPOSITES[name]
+    x, w = torch.randn(5, 4), torch.randn(4, 4)
+    plan = dsv4_compile.explain(model, x, w, options={"split_ops": [name]})
+    assert [unit.kind for unit in plan.units] == ["piece", "region", "piece"]
+    assert plan.notes == ()
+    split = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options={"split_ops": [name]})
+    with torch.no_grad(), dsv4_compile.counters.expect(captures=1, replays=2):
+        for _ in range(3):
+            assert torch.equal(split(x, w), model(x, w))
+
+
+def test_a_composite_op_that_reads_computed_step_state_is_found() -> None:
+    """Its parts show a read of a value that the graph made; that it is step state, the op's own argument says."""
+    dsv4_compile.register_op("odd::scaled_insert", role="prepare", step_state=("slots",))
+
+    def fn(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        odd.scaled_insert(x, slots + 1, cache)
+        return toy.fresh(x)
+
+    arguments = (torch.randn(5, 4), torch.ones(5, 1), torch.zeros(5, 4))
+    with pytest.raises(HazardError, match="odd::scaled_insert.default reads the step state slots"):
+        dsv4_compile.explain(fn, *arguments, options={"split_ops": SPLIT, "runner": "mrv1", "region": "narrow"})
+
+
+def test_a_split_op_in_a_branch_is_no_uncalled_one() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cond(y.sum() > 0, lambda x: toy.fresh(x), lambda x: x * 2, (x,))
+
+    plan = dsv4_compile.explain(fn, torch.ones(5, 4), torch.ones(2), options={"split_ops": ["toy::fresh"]})
+    assert [op.reason for region in plan.regions for op in region.ops] == [
+        "runs the split op toy::fresh.default inside"
+    ]
+    assert plan.notes == ()
+
+
+def test_sizes_that_no_tensor_gives_are_said_to_mean_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph whose only tensor is a scalar has no token count to list sizes of."""
+    for options in ({}, {"capture_sizes": [8]}, {"max_tokens": 8}):
+        torch._dynamo.reset()
+        caplog.clear()
+        compiled(lambda x: toy.fresh(x + 1), **options)(torch.tensor(1.0))
+        said = [record.getMessage() for record in caplog.records if "mean nothing" in record.getMessage()]
+        assert len(said) == bool(options)
+
+
 def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options={"split_ops": SPLIT, **options})
 

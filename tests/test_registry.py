@@ -114,6 +114,14 @@ def test_an_op_is_registered_by_its_name_and_not_by_itself(name):
         register_op(name, role="split")
 
 
+def test_tokens_that_name_no_tensor_are_refused():
+    """The token count would be unknown, and options that go by it would do nothing."""
+    with pytest.raises(OptionError, match="tokens is 'dim'; it must be the name of a tensor argument"):
+        register_op("aten::index_copy", role="split", tokens="dim")
+    register_op("aten::cat", role="split", tokens="tensors")
+    register_op("aten::layer_norm", role="split", tokens="weight")
+
+
 @pytest.mark.parametrize("value", ["x", "", None, 1, torch.tensor(True)])
 def test_reads_context_that_is_no_bool_is_refused(value):
     with pytest.raises(OptionError, match=r"reads_context is .*; it must be True or False"):

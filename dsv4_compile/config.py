@@ -62,7 +62,7 @@ class Config:
         valid = [field.name for field in fields(cls)]
         for name in given:
             if name not in valid:
-                raise OptionError(f"unknown option {name!r}{_did_you_mean(name, valid)} Valid: {', '.join(valid)}")
+                raise OptionError(f"unknown option {name!r}{did_you_mean(name, valid)} Valid: {', '.join(valid)}")
         checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
         config = cls(**checked)
         config._refuse_sizes_out_of_reach()
@@ -110,6 +110,12 @@ class Config:
         return "wide" if self.resolved_runner == "mrv1" else "narrow"
 
 
+def did_you_mean(word: object, valid: Sequence[str]) -> str:
+    """How to go on after "unknown NAME": the closest valid word as a question, or a full stop."""
+    close = difflib.get_close_matches(word, valid, n=1) if isinstance(word, str) else []
+    return f": did you mean {close[0]!r}?" if close else "."
+
+
 def runner_reason(config: Config) -> str:
     """One phrase that says why `config.resolved_runner` is what it is."""
     if config.runner != "auto":
@@ -117,17 +123,12 @@ def runner_reason(config: Config) -> str:
     return f"auto: {'ROCm' if torch.version.hip else 'not ROCm'} on {platform.system()}"
 
 
-def _did_you_mean(word: object, valid: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, valid, n=1) if isinstance(word, str) else []
-    return f": did you mean {close[0]!r}?" if close else "."
-
-
 def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
     valid = get_args(words)
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, str) or value not in valid:
-            hint = _did_you_mean(value, valid)
+            hint = did_you_mean(value, valid)
             raise OptionError(f"option {name}={value!r} is not valid{hint} Valid: {', '.join(valid)}{otherwise}")
         return value
 

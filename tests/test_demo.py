@@ -198,6 +198,7 @@ SPOILED = {
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "damaged or incomplete"),
+    "config is no dict": (lambda folder: (folder / "config.json").write_text("[]"), "holds []; it must be a dict"),
     "another architecture": (lambda folder: change_config(folder, model_type="llama"), "only 'deepseek_v4' is served"),
     "corrupt weights": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"),

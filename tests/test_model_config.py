@@ -1,6 +1,8 @@
 """The configuration: presets as released, both layouts of config.json, and refusals that name what is supported."""
 
 import json
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -213,3 +215,41 @@ def test_a_block_must_hold_whole_compressed_rows():
 def test_it_is_frozen():
     with pytest.raises(AttributeError, match="cannot assign to field 'head_dim'"):
         DeepseekV4Config.flash().head_dim = 1
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"deepseek_v4"'])
+def test_a_file_that_holds_no_dict_is_refused_by_its_path(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    message = re.escape(f"{tmp_path / 'config.json'} holds {json.loads(text)!r}; it must be a dict")
+    for path in (tmp_path, str(tmp_path / "config.json")):
+        with pytest.raises(UnsupportedConfigError, match=f"^{message}$"):
+            DeepseekV4Config.from_hf(path)
+
+
+@pytest.mark.parametrize(
+    "thing", [5, None, [("head_dim", 512)], DeepseekV4Config.tiny([0])], ids=lambda t: type(t).__name__
+)
+def test_what_is_no_configuration_is_refused(thing):
+    with pytest.raises(
+        UnsupportedConfigError, match=r" is no configuration: give a dict, a path or a configuration of"
+    ):
+        DeepseekV4Config.from_hf(thing)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        DeepseekV4Config.flash,
+        DeepseekV4Config.pro,
+        partial(DeepseekV4Config.tiny, [0]),
+        partial(DeepseekV4Config.from_hf, RELEASED),
+    ],
+)
+def test_an_override_must_name_a_field(make):
+    message = r"^DeepseekV4Config has no field 'zzz'\. Valid: hidden_size, num_hidden_layers, .*c128_state_block_si"
+    with pytest.raises(UnsupportedConfigError, match=message):
+        make(zzz=3)
+    with pytest.raises(
+        UnsupportedConfigError, match=r"no field 'slide_window': did you mean 'sliding_window'\? Valid: "
+    ):
+        make(slide_window=3)

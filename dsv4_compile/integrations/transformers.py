@@ -13,7 +13,6 @@ caches. To compile without graph breaks choose `experts_implementation="grouped_
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from transformers import AutoConfig, DeepseekV4ForCausalLM
 from ..errors import UnsupportedConfigError
 from ..models.deepseek_v4.attention import DeepseekV4Attention
 from ..models.deepseek_v4.compressor import Compressor
-from ..models.deepseek_v4.config import DeepseekV4Config
+from ..models.deepseek_v4.config import DeepseekV4Config, config_values
 from ..models.deepseek_v4.indexer import Indexer
 from ..models.deepseek_v4.shared import SharedBuffers
 from ..models.deepseek_v4.step import StepState
@@ -168,13 +167,13 @@ def swap_attention(model: nn.Module, **overrides: Any) -> SwappedModel:
     return SwappedModel(swapped, config)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Mapping[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder at {folder}")
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint folder")
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config = config_values(file)
     if config.get("model_type") != "deepseek_v4":
         raise UnsupportedConfigError(
             f"{file} has model_type {config.get('model_type')!r}; only 'deepseek_v4' is served"

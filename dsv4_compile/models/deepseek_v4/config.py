@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...config import did_you_mean
 from ...errors import UnsupportedConfigError
 
 KV_CACHE_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -123,9 +124,11 @@ class DeepseekV4Config:
             overrides: fields of this class that replace or complete what the configuration says.
 
         Raises:
-            UnsupportedConfigError: a field is missing, or asks for something this package does not build.
+            FileNotFoundError: there is no file at the path.
+            UnsupportedConfigError: `config` is none of these, a field is missing or asks for something this package
+                does not build, or an override names no field.
         """
-        values = _as_mapping(config)
+        values = config_values(config)
         for name, (kind, words) in _NESTED.items():
             if values.get(name) is not None:
                 _check_kind(name, values[name], kind, words)
@@ -133,7 +136,7 @@ class DeepseekV4Config:
         read["compress_ratios"] = _read_ratios(values)
         read["qk_rope_head_dim"] = _read_rope_dims(values)
         read.update(_read_rope(values))
-        read.update(overrides)
+        read.update(_checked(overrides))
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in read]
         if missing:
             raise UnsupportedConfigError(
@@ -143,19 +146,41 @@ class DeepseekV4Config:
 
     @classmethod
     def flash(cls, **overrides: Any) -> DeepseekV4Config:
-        """The released Flash model: 43 layers, 64 heads."""
-        return cls(**{**_SHARED, **_FLASH, **overrides})
+        """The released Flash model: 43 layers, 64 heads.
+
+        Args:
+            overrides: fields that get another value.
+
+        Raises:
+            UnsupportedConfigError: an override names no field, or asks for something this package does not build.
+        """
+        return cls(**{**_SHARED, **_FLASH, **_checked(overrides)})
 
     @classmethod
     def pro(cls, **overrides: Any) -> DeepseekV4Config:
-        """The released Pro model: 61 layers, 128 heads."""
-        return cls(**{**_SHARED, **_PRO, **overrides})
+        """The released Pro model: 61 layers, 128 heads.
+
+        Args:
+            overrides: fields that get another value.
+
+        Raises:
+            UnsupportedConfigError: an override names no field, or asks for something this package does not build.
+        """
+        return cls(**{**_SHARED, **_PRO, **_checked(overrides)})
 
     @classmethod
     def tiny(cls, compress_ratios: Sequence[int], **overrides: Any) -> DeepseekV4Config:
-        """No released model: sizes to try things with on a CPU, and one layer for each ratio."""
+        """No released model: sizes to try things with on a CPU, and one layer for each ratio.
+
+        Args:
+            compress_ratios: 0, 4 or 128 for each layer.
+            overrides: fields that get another value.
+
+        Raises:
+            UnsupportedConfigError: an override names no field, or asks for something this package does not build.
+        """
         layers = {"compress_ratios": tuple(compress_ratios), "num_hidden_layers": len(compress_ratios)}
-        return cls(**{**_SHARED, **_TINY, **layers, **overrides})
+        return cls(**{**_SHARED, **_TINY, **layers, **_checked(overrides)})
 
 
 _SHARED: dict[str, Any] = {
@@ -225,16 +250,38 @@ _LAYER_TYPES = {
 }
 
 
-def _as_mapping(config: Any) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
+def config_values(config: Any) -> Mapping[str, Any]:
+    """The values of a configuration by name.
+
+    Args:
+        config: a dict, a path of a config.json or of the folder that holds it, or a transformers configuration.
+
+    Raises:
+        FileNotFoundError: no such file.
+        UnsupportedConfigError: none of these, or the file holds no dict.
+    """
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
-        text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-        loaded: dict[str, Any] = json.loads(text)
-        return loaded
-    to_dict: dict[str, Any] = config.to_dict()
-    return to_dict
+        path = path / "config.json" if path.is_dir() else path
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise UnsupportedConfigError(f"{path} holds {config!r:.40}; it must be a dict")
+    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    if not isinstance(values, Mapping):
+        raise UnsupportedConfigError(
+            f"{config!r:.40} is no configuration: give a dict, a path or a configuration of transformers"
+        )
+    return values
+
+
+def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
+    valid = [field.name for field in fields(DeepseekV4Config)]
+    for name in overrides:
+        if name not in valid:
+            raise UnsupportedConfigError(
+                f"DeepseekV4Config has no field {name!r}{did_you_mean(name, valid)} Valid: {', '.join(valid)}"
+            )
+    return overrides
 
 
 def _read_ratios(values: Mapping[str, Any]) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def test_a_composite_op_that_reads_computed_step_state_is_found() -> None:
         return toy.fresh(x)
 
     arguments = (torch.randn(5, 4), torch.ones(5, 1), torch.zeros(5, 4))
-    with pytest.raises(HazardError, match="odd::scaled_insert.default reads the step state slots"):
+    with pytest.raises(HazardError, match=r"odd::scaled_insert\.default reads the step state slots"):
         dsv4_compile.explain(fn, *arguments, options={"split_ops": SPLIT, "runner": "mrv1", "region": "narrow"})
 
 

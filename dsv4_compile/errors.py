@@ -70,6 +70,10 @@ class UnsupportedConfigError(Dsv4Error):
     """A model configuration asks for something this package does not build (for example an fp8 cache)."""
 
 
+class CacheBindingError(Dsv4Error):
+    """An attention layer has no caches, or is given those of another kind of layer or of fewer layers."""
+
+
 class CaptureError(Dsv4Error):
     """A captured graph cannot hold what a piece does, captures are nested, or a released recording was replayed."""
 

@@ -1,6 +1,7 @@
 """RoPE tables, caches and step state: what they hold, who shares them, what a cast or a move does to them."""
 
 import dataclasses
+import re
 
 import pytest
 import reference
@@ -8,6 +9,7 @@ import torch
 from paging import Paging, tiny_config
 from torch.utils import _pytree as pytree
 
+from dsv4_compile.errors import CacheBindingError
 from dsv4_compile.models.deepseek_v4 import (
     AttentionStack,
     DeepseekV4Attention,
@@ -131,11 +133,49 @@ def test_caches_are_bound_by_layer_index_and_are_no_state():
     assert sum(name.endswith("cache") for name, _ in model.named_buffers()) == 6
 
 
+NO_CACHES = "attention layer 0 has no caches: call bind_caches"
+
+
 def test_calling_without_caches_is_an_error():
     config = tiny_config(ratios=(0,))
     positions, step = Paging(config, [5]).step([(0, 0, 2)])
-    with pytest.raises(RuntimeError, match="attention layer 0 has no caches: call bind_caches"):
+    with pytest.raises(CacheBindingError, match=NO_CACHES):
         DeepseekV4Attention(config, 0)(torch.zeros(2, config.hidden_size), positions, step)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiling_without_caches_is_the_same_error(fullgraph):
+    config = tiny_config(ratios=(4,))
+    positions, step = Paging(config, [5]).step([(0, 0, 2)])
+    compiled = torch.compile(DeepseekV4Attention(config, 0), backend="dsv4_piecewise", fullgraph=fullgraph)
+    with torch.no_grad(), pytest.raises(CacheBindingError, match=NO_CACHES):
+        compiled(torch.zeros(2, config.hidden_size), positions, step)
+
+
+NEEDED = {
+    0: "SWA) needs swa_cache",
+    4: "C4A) needs indexer_k_cache, indexer_state_cache, kv_cache, state_cache, swa_cache",
+    128: "C128A) needs kv_cache, state_cache, swa_cache",
+}
+
+
+@pytest.mark.parametrize(("ratio", "others"), [(4, 0), (0, 4), (128, 0), (4, 128), (128, 4)])
+def test_caches_of_another_kind_of_layer_are_refused_and_the_bound_ones_stay(ratio, others):
+    layer = DeepseekV4Attention(tiny_config(ratios=(ratio,)), 0)
+    bind_caches(layer, allocate_caches(tiny_config(ratios=(ratio,)), BLOCKS))
+    bound = dict(layer.named_buffers())
+    wrong = allocate_caches(tiny_config(ratios=(others,)), BLOCKS)
+    with pytest.raises(CacheBindingError, match=re.escape(f"layer 0 ({NEEDED[ratio]}, and is given ")):
+        bind_caches(layer, wrong)
+    assert all(layer.get_buffer(name) is buffer for name, buffer in bound.items())
+
+
+def test_a_layer_without_an_entry_is_refused_before_any_is_bound():
+    model = AttentionStack(tiny_config(ratios=(0, 0)))
+    caches = allocate_caches(tiny_config(ratios=(0,)), BLOCKS)
+    with pytest.raises(CacheBindingError, match=r"^attention layer 1 has no entry in caches \(length 1\): "):
+        bind_caches(model, caches)
+    assert model.layers[0].attention.swa_cache is None
 
 
 def test_step_state_is_a_frozen_pytree_of_tensors():

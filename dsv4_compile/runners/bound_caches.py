@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import RunnerError
 from ..models.deepseek_v4.attention import DeepseekV4Attention
-from ..models.deepseek_v4.caches import CacheGroup, allocate_caches
+from ..models.deepseek_v4.caches import CacheGroup, allocate_caches, bind_caches
 from ..models.deepseek_v4.config import DeepseekV4Config
 
 
@@ -27,8 +27,12 @@ class BoundCaches:
         num_blocks: blocks by group.
         device: where the caches live; None: where the layers are.
 
+    Attributes:
+        device: where the caches live.
+
     Raises:
         RunnerError: the module has no attention layer of ours, or is no module at all.
+        CacheBindingError: the configuration is not that of the layers.
     """
 
     def __init__(
@@ -43,8 +47,7 @@ class BoundCaches:
         self.device = weight.device if device is None else torch.device(device)
         counts = cast("Mapping[CacheGroup, int]", num_blocks)
         self._caches = allocate_caches(config, counts, dtype=weight.dtype, device=self.device)
-        for layer in self._layers:
-            layer.bind(self._caches[layer.layer_idx])
+        bind_caches(cast("nn.Module", module), self._caches)
 
     def check(self) -> None:
         """Raise RunnerError unless the layers still have these caches."""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .caches import LayerCaches
+from ...errors import CacheBindingError
+from .caches import LayerCaches, layer_cache_specs
 from .compressor import Compressor
 from .config import DeepseekV4Config, LayerKind
 from .indexer import Indexer, IndexerOutput
@@ -61,6 +62,7 @@ class DeepseekV4Attention(nn.Module):
         self.q_lora_rank, self.o_lora_rank = config.q_lora_rank, config.o_lora_rank
         self.window = config.sliding_window
         self.eps = repr(config.rms_norm_eps)  # see the note "float constants" in norm.py
+        self._cache_names = {spec.name for spec in layer_cache_specs(config, self.kind)}
         self._add_parameters(config)
         self.rotary = shared.rotary(self.kind)
         compressed = self.kind is not LayerKind.SWA
@@ -81,7 +83,20 @@ class DeepseekV4Attention(nn.Module):
         self.wo_b = nn.Linear(low_rank, config.hidden_size, bias=False)
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use these caches from now on."""
+        """Use these caches from now on, and none of those bound before.
+
+        Args:
+            caches: those that `layer_cache_specs` lists for the layer's kind, [num_blocks, rows, width] each.
+
+        Raises:
+            CacheBindingError: they are those of another kind of layer.
+        """
+        given = caches.names()
+        if given != self._cache_names:
+            raise CacheBindingError(
+                f"attention layer {self.layer_idx} ({self.kind.name}) needs {', '.join(sorted(self._cache_names))}, "
+                f"and is given {', '.join(sorted(given))}: allocate the caches with the configuration of the model"
+            )
         self.swa_cache = caches.swa_cache
         self.kv_cache = caches.kv_cache
         if self.compressor is not None and caches.state_cache is not None:
@@ -102,9 +117,10 @@ class DeepseekV4Attention(nn.Module):
             [T, hidden], finite for padded tokens as long as their hidden states are.
 
         Raises:
-            RuntimeError: no caches are bound.
+            CacheBindingError: no caches are bound.
         """
-        self._check_bound()
+        if self.swa_cache is None:
+            self._refuse_unbound()
         projections = self.run_input_projections(hidden_states)
         qr, kv = self.normalise_query_and_kv(projections.qr_kv)
         q = self.project_query_and_cache_kv(qr, kv, positions, step)
@@ -141,21 +157,48 @@ class DeepseekV4Attention(nn.Module):
         return rotated
 
     def compress_kv(self, projections: InputProjections, positions: Tensor, step: StepState) -> None:
-        """Main compressor: states and compressed entries of this step."""
+        """Main compressor: states and compressed entries of this step go to their caches; nothing for SWA.
+
+        Args:
+            projections: of it `kv_score` [T, 2 * o * head_dim].
+            positions: [T] int64.
+            step: step state.
+        """
         if self.compressor is not None:
             self.compressor(projections.kv_score, positions, step, self.kv_cache)
 
     def prepare_index(
         self, qr: Tensor, projections: InputProjections, positions: Tensor, step: StepState
     ) -> IndexerOutput:
-        """(index_q, index_q_scale, index_weights); which are None depends on the layer kind and dtype only."""
+        """What the indexer scores with; its keys of this step go to its cache.
+
+        Args:
+            qr: [T, q_lora], the normed low-rank query.
+            projections: of it `index_kv_score` [T, 4 * index_head_dim] and `index_weights` [T, index_n_heads].
+            positions: [T] int64.
+            step: step state.
+
+        Returns:
+            index_q [T, index_n_heads, index_head_dim], index_q_scale, index_weights fp32 [T, index_n_heads]; which are
+            None depends on the layer kind and dtype only.
+        """
         if self.indexer is None:
             return None, None, None
         output: IndexerOutput = self.indexer(qr, projections.index_weights, projections.index_kv_score, positions, step)
         return output
 
     def select_blocks(self, index: IndexerOutput, positions: Tensor, step: StepState) -> Tensor | None:
-        """The model's buffer of selected block ids, filled for this layer; None if the layer selects none."""
+        """Fill the model's buffer of selected block ids for this layer.
+
+        Args:
+            index: what `prepare_index` returned.
+            positions: [T] int64.
+            step: step state.
+
+        Returns:
+            int32 [max_num_batched_tokens, index_topk], of which this step's are the first T rows; -1 selects nothing.
+            None if the layer selects none.
+        """
         if self.indexer is None:
             return None
         topk_indices = self.indexer.topk.indices
@@ -194,6 +237,9 @@ class DeepseekV4Attention(nn.Module):
         output: Tensor = self.wo_b(low_rank)
         return output
 
-    def _check_bound(self) -> None:
-        if self.swa_cache is None:
-            raise RuntimeError(f"attention layer {self.layer_idx} has no caches: call bind_caches(model, caches) first")
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _refuse_unbound(self) -> None:
+        """In a method that Dynamo runs as it is: traced, the error would be lost in one of Dynamo's."""
+        raise CacheBindingError(
+            f"attention layer {self.layer_idx} has no caches: call bind_caches(model, caches) first"
+        )

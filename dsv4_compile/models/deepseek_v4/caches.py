@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ...errors import CacheBindingError
 from .config import DeepseekV4Config, LayerKind
 
 CacheGroup = Literal["swa", "compressed", "c4_state", "c128_state"]
@@ -48,6 +49,10 @@ class LayerCaches:
     indexer_k_cache: Tensor | None = None
     state_cache: Tensor | None = None
     indexer_state_cache: Tensor | None = None
+
+    def names(self) -> set[str]:
+        """Names of the caches that are there."""
+        return {field.name for field in fields(self) if getattr(self, field.name) is not None}
 
 
 def swa_spec(config: DeepseekV4Config) -> CacheSpec:
@@ -140,12 +145,21 @@ def bind_caches(module: nn.Module, caches: Sequence[LayerCaches]) -> None:
         module: anything that contains `DeepseekV4Attention` layers.
         caches: one entry per layer index, as from `allocate_caches`. Bind after casting the model: a cast of
             bound caches would cast their fp32 states too.
+
+    Raises:
+        CacheBindingError: there is no entry for a layer, or one for another kind of layer.
     """
     from .attention import DeepseekV4Attention
 
-    for layer in module.modules():
-        if isinstance(layer, DeepseekV4Attention):
-            layer.bind(caches[layer.layer_idx])
+    layers = [layer for layer in module.modules() if isinstance(layer, DeepseekV4Attention)]
+    for layer in layers:
+        if layer.layer_idx >= len(caches):
+            raise CacheBindingError(
+                f"attention layer {layer.layer_idx} has no entry in caches (length {len(caches)}): allocate the caches "
+                "with the configuration of the model"
+            )
+    for layer in layers:
+        layer.bind(caches[layer.layer_idx])
 
 
 def cache_bytes(caches: Sequence[LayerCaches]) -> int:

@@ -275,10 +275,20 @@ class Draft:
         return {node: value for node in nodes if (value := traced[node.all_input_nodes[0]]) is not None}
 
     def producer(self, node: fx.Node) -> fx.Node:
-        """The node that computes a value: itself, or the one whose container it was taken out of."""
-        if node.target is operator.getitem and isinstance(container := node.args[0], fx.Node):
-            return container if isinstance(self.effects[container].result, tuple) else node
+        """The node that computes a value: itself, or the one whose container it was taken out of, at any depth."""
+        while (container := self._container_of(node)) is not None:
+            node = container
         return node
+
+    def items(self, node: fx.Node) -> list[fx.Node]:
+        """What is taken out of the container that a node gives, at any depth; nothing for any other node."""
+        taken = [user for user in sorted(node.users) if self._container_of(user) is node]
+        return [item for user in taken for item in (user, *self.items(user))]
+
+    def _container_of(self, node: fx.Node) -> fx.Node | None:
+        if node.target is not operator.getitem or not isinstance(container := node.args[0], fx.Node):
+            return None
+        return container if isinstance(self.effects[container].result, tuple) else None
 
     def storage_of(self, node: fx.Node) -> int | None:
         """The number of a value's storage; None for a container, a number, or no value."""

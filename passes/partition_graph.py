@@ -106,8 +106,7 @@ def _close(
     """Collect what unit `index` computes and what it takes, each once, in order of first use."""
     closure = _Closure()
     for root in roots:
-        items = [user for user in sorted(root.users) if draft.producer(user) is root]
-        for wanted in (root, *items):
+        for wanted in (root, *draft.items(root)):
             _collect(draft, index, wanted, home, shared, closure)
     return closure
 

@@ -24,10 +24,9 @@ def rebase_results(draft: Draft) -> Draft:
     """Redirect the users of every result that shares memory with an argument of the op, or with another result."""
     effects = dict(draft.effects)
     for node in draft.working_nodes():
-        items = [user for user in sorted(node.users) if draft.producer(user) is node]
         owners = list(node.all_input_nodes)
         # the largest first: the others can be viewed from it
-        for value in sorted([node, *items], key=lambda value: -_extent(effects[value])):
+        for value in sorted([node, *draft.items(node)], key=lambda value: -_extent(effects[value])):
             if isinstance(effects[value].result, TensorMeta) and not _redirect(draft, value, owners, effects):
                 owners.append(value)
     return replace(draft, effects=effects)

@@ -28,6 +28,10 @@ def _scaled_insert(x: Tensor, slots: Tensor, cache: Tensor) -> None:
     cache.copy_(x * slots)
 
 
+def _list_in_tuple(q: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return q + 1, [q * 2, q[:2] * 3]
+
+
 def _no_list(x: Tensor) -> list[Tensor]:
     x.add_(1)
     return []
@@ -61,6 +65,7 @@ _define(
 )
 _define("rest_of(Tensor(a!) x) -> Tensor(a!)", lambda x: x.add_(1)[1:], lambda x: x[1:])
 _define("head_of(Tensor(a) x, int n) -> Tensor(a)", lambda x, n: x[:n], lambda x, n: x[:n])
+_define("list_in_tuple(Tensor q) -> (Tensor, Tensor[])", _list_in_tuple, _list_in_tuple)
 _define("twins(Tensor q) -> (Tensor, Tensor)", _twins, _twins_fake)
 _define_composite("context_add(Tensor kv, Tensor(a!) cache) -> ()", _context_add)
 _define_composite("scaled_insert(Tensor x, Tensor slots, Tensor(a!) cache) -> ()", _scaled_insert)

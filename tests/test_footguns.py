@@ -92,6 +92,14 @@ def results_that_share_memory(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return whole, toy.fresh(whole)
 
 
+def lists_in_tuples(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    one, (two, three) = odd.list_in_tuple(x)
+    g = toy.fresh(two)
+    two.add_(g)
+    four, five = odd.list_in_tuple.default(one)
+    return toy.fresh(five[0]), two, three.mul_(2), four
+
+
 def unsafe_chunks(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     h = x + 1
     left, right = torch.unsafe_chunk(h, 2, 1)
@@ -221,6 +229,7 @@ AGREE = (
     view_from_a_checkpoint,
     base_and_view_from_a_checkpoint,
     results_that_share_memory,
+    lists_in_tuples,
     unsafe_chunks,
     chunk_as_output,
     lists_of_tensors_written,
@@ -244,3 +253,9 @@ def test_agrees_with_eager(fn: Callable[..., Any], plan: tuple[str, str, str]) -
     runner, region, engine = plan
     with torch.no_grad():
         agrees(fn, pair, options={"split_ops": SPLIT, "engine": engine, "runner": runner, "region": region})
+
+
+def test_a_list_in_a_tuple_from_a_split_op() -> None:
+    options = {"split_ops": (*SPLIT, "odd::list_in_tuple")}
+    with torch.no_grad():
+        agrees(lists_in_tuples, pair, options=options)

@@ -67,6 +67,14 @@ def test_wrong_numbers_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.failed_trial("cpu") == "a trial on cpu gave wrong numbers in call 1"
 
 
+def test_a_trial_that_is_never_captured_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4_compile.runtime.limits.Limits.excludes", lambda *_: True)
+    problem = doctor.failed_trial("cpu")
+    assert problem is not None
+    assert problem.startswith("a trial on cpu was not captured and replayed: expected the counts to change by ")
+    assert problem.endswith("they changed by {'uncaptured_calls': 3, 'captures': 0, 'replays': 0}")
+
+
 @pytest.mark.parametrize(("version", "usable"), [("2.10.1", False), ("2.11.0a0+git", True), ("3.0", True)])
 def test_age_of_torch(version: str, usable: bool) -> None:
     assert (doctor.old_torch(version) is None) == usable

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config import Config, runner_reason
+from ..counting import counters
 from ..errors import Dsv4Error
 
 LEAST_TORCH = (2, 11)
@@ -135,15 +136,15 @@ def failed_trial(device: str) -> str | None:
     torch.compiler.reset()
     compiled = torch.compile(_trial, backend=ENTRY_POINT[1], dynamic=True, options=options)
     try:
-        with torch.no_grad():
-            for step in range(3):  # warm-up, capture, replay
-                x = torch.full((2, 3, 3), step + 1.0, device=device)
-                if not torch.equal(compiled(x), _trial(x)):
-                    return f"a trial on {device} gave wrong numbers in call {step + 1}"
+        inputs = [torch.full((2, 3, 3), step + 1.0, device=device) for step in range(3)]  # warm-up, capture, replay
+        with torch.no_grad(), counters.expect(uncaptured_calls=1, captures=1, replays=2):
+            right = [torch.equal(compiled(x), _trial(x)) for x in inputs]
+    except AssertionError as error:
+        return f"a trial on {device} was not captured and replayed: {error}"
     except (Dsv4Error, RuntimeError, ImportError) as error:
         first_line = str(error).partition("\n")[0]
         return f"a trial on {device} failed: {type(error).__name__}: {first_line}"
-    return None
+    return None if all(right) else f"a trial on {device} gave wrong numbers in call {right.index(False) + 1}"
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,10 @@ from ..counting import counters
 from ..draft import Draft, InputRole
 from ..passes.scope_modes import autocast_of
 from ..reasons import graph_device
+from .aliasing import OverlapCheck
 from .engine import Engine
 from .entries import Bucket, Entries, Entry
-from .keys import Key, KeyReader, OverlapCheck
+from .keys import Key, KeyReader
 from .limits import Limits
 from .modes import restored_modes
 from .pieces import Pieces

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .keys import Key, OverlapCheck
+from .aliasing import OverlapCheck
+from .keys import Key
 from .program import Program
 
 Anchors = tuple[int, ...]

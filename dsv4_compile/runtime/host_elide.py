@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from .host_launch import AnyLaunch, Launch, Operand
-from .host_pool import bytes_needed, place
+from .host_pool import place
+from .sizes import bytes_needed
 
 # how torch aligns memory on the CPU
 _TORCH_ALIGNMENT = 64

@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .aliasing import byte_range
 from .host_lanes import ByteRange, Entry, LaneLaunch, Record, Wait, check_races, shuffled
-from .host_launch import AnyLaunch, Operand, span
+from .host_launch import AnyLaunch, Operand
 
 
 class HostLanes:
@@ -93,4 +94,4 @@ def _accesses(launch: AnyLaunch, lane: int) -> LaneLaunch:
 
 
 def _ranges(operands: list[Operand]) -> tuple[ByteRange, ...]:
-    return tuple(span(operand.tensor) for operand in operands)
+    return tuple(byte_range(operand.tensor) for operand in operands)

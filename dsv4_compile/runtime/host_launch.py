@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..compat import OpOverload
 from ..errors import CaptureError
+from .aliasing import byte_range, ranges_meet
 from .host_ops import argument_values, is_opaque
 from .host_pool import Block, Lease
 from .host_public import bind_fastest
@@ -35,8 +36,7 @@ class Operand:
 
     def overlaps(self, other: Operand) -> bool:
         """Whether the address ranges of both meet."""
-        (start, end), (other_start, other_end) = span(self.tensor), span(other.tensor)
-        return start < other_end and other_start < end
+        return ranges_meet(byte_range(self.tensor), byte_range(other.tensor))
 
 
 @dataclass(eq=False, slots=True)
@@ -175,15 +175,6 @@ def _is_written(argument: torch.Argument) -> bool:
 
 
 AnyLaunch = Launch | FunctionLaunch
-
-
-def span(tensor: Tensor) -> tuple[int, int]:
-    """First address of a tensor's elements, and the one after the last."""
-    if tensor.numel() == 0:
-        return (0, 0)
-    start = tensor.data_ptr()
-    reach = sum((count - 1) * step for count, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return start, start + (1 + reach) * tensor.element_size()
 
 
 def _run_in_autocast(run: Callable[[], Any], dtype: torch.dtype) -> None:

@@ -15,7 +15,6 @@ A pool holds its blocks weakly. They live through the recordings that use them, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -110,10 +109,3 @@ class HostPool:
 def place(storage: torch.UntypedStorage, like: Tensor, offset: int) -> Tensor:
     """A tensor of the size, strides and dtype of `like` in a storage; `offset` counts elements."""
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
-
-
-def bytes_needed(size: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to the last element of a strided tensor."""
-    if 0 in size:
-        return 0
-    return (1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))) * itemsize

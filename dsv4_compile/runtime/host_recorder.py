@@ -27,10 +27,11 @@ from .host_lane_log import HostLanes
 from .host_launch import AnyLaunch, FunctionLaunch, Launch, Operand
 from .host_meta import Twins, is_meta_work, is_twin, on_meta, returned_arguments, why_foreign
 from .host_ops import Kind, fill_value, kind_of, why_opaque_is_refused
-from .host_pool import Block, HostPool, bytes_needed, place
+from .host_pool import Block, HostPool, place
 from .host_syncs import HostReadGuard, refusal, why_refused
 from .host_twins import out_names
 from .host_values import leaves_of, map_leaves
+from .sizes import bytes_needed
 
 _COPIES = ("clone", "_to_copy")
 

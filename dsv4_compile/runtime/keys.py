@@ -7,15 +7,13 @@ class, which share a compiled graph.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
 from ..compat import GUARDS_STRIDES
-from ..draft import Draft, InputRole, TensorMeta
+from ..draft import Draft, InputRole
 
 Key = tuple[tuple[Any, ...], tuple[Any, ...]]
 
@@ -66,84 +64,3 @@ class KeyReader:
 def _hashable(number: float) -> Any:
     """A float by its bits: NaN equals itself, or every call with one would be a new bucket, and 0.0 is not -0.0."""
     return number.hex() if isinstance(number, float) else number
-
-
-class OverlapCheck:
-    """Whether a tensor that a graph writes shares memory with another one the call brings.
-
-    Such a call must not be served by a capture that stages one of the two: Dynamo has no guard for it. The ranges of
-    static inputs are part of a program's key, so they are sorted once.
-
-    Args:
-        draft: the graph.
-        args: the arguments with which the program was built.
-    """
-
-    def __init__(self, draft: Draft, args: Sequence[Any]) -> None:
-        written = {storage for effects in draft.effects.values() for storage in effects.writes}
-        fixed: list[ByteRange] = []
-        fixed_written: list[ByteRange] = []
-        self._moving: list[tuple[int, bool]] = []
-        for position, graph_input in enumerate(draft.inputs):
-            meta = draft.effects[graph_input.node].result
-            if not isinstance(meta, TensorMeta):
-                continue
-            is_written = meta.storage in written
-            if graph_input.static:
-                fixed.append(byte_range(args[position]))
-                fixed_written += fixed[-1:] if is_written else []
-            else:
-                self._moving.append((position, is_written))
-        self._any_moving_write = any(is_written for _, is_written in self._moving)
-        self._fixed = _Ranges(fixed if self._any_moving_write else [])
-        self._fixed_written = _Ranges(fixed_written)
-        can_overlap = bool(self._moving) and (self._any_moving_write or bool(fixed_written))
-        self.check: Callable[[Sequence[Any]], bool] = self._overlaps if can_overlap else _never
-
-    def _overlaps(self, args: Sequence[Any]) -> bool:
-        moving = [(byte_range(args[position]), is_written) for position, is_written in self._moving]
-        for span, is_written in moving:
-            if (self._fixed if is_written else self._fixed_written).meet(span):
-                return True
-        if not self._any_moving_write:
-            return False
-        return any(
-            (first_written or second_written) and _touch(first, second)
-            for index, (first, first_written) in enumerate(moving)
-            for second, second_written in moving[index + 1 :]
-        )
-
-
-ByteRange = tuple[int, int]
-
-
-class _Ranges:
-    """Byte ranges, which may overlap each other, sorted for a look-up by bisection."""
-
-    def __init__(self, ranges: Sequence[ByteRange]) -> None:
-        ordered = sorted(ranges)
-        self._starts = [start for start, _ in ordered]
-        self._furthest = list(itertools.accumulate((end for _, end in ordered), max))
-
-    def meet(self, span: ByteRange) -> bool:
-        """Whether a range touches any of them: one that starts before its end reaches beyond its start."""
-        start, end = span
-        before = bisect.bisect_left(self._starts, end)
-        return before > 0 and start < end and self._furthest[before - 1] > start
-
-
-def _never(args: Sequence[Any]) -> bool:
-    return False
-
-
-def byte_range(tensor: Tensor) -> ByteRange:
-    """First address of a tensor's elements, and the one behind the last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return start, start + (reach + 1) * tensor.element_size() * (tensor.numel() > 0)
-
-
-def _touch(first: ByteRange, second: ByteRange) -> bool:
-    return first[0] < second[1] and second[0] < first[1]

@@ -57,6 +57,13 @@ class Sizes:
         return torch.empty_strided(layout.size(), layout.stride(), dtype=meta.dtype, device=meta.device)
 
 
+def bytes_needed(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first element of a strided tensor to behind the last."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * itemsize
+
+
 class SizesOfCalls:
     """The `Sizes` of the calls of a graph or of one of its units; those of the last calls are kept.
 

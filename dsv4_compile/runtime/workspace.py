@@ -23,7 +23,7 @@ from ..compat import may_overlap_itself
 from ..draft import Slot, TensorMeta
 from ..errors import PlanError
 from .engine import ALIGNMENT, Engine
-from .sizes import Sizes
+from .sizes import Sizes, bytes_needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +129,7 @@ def check_placement(requests: Sequence[Request], placement: Placement) -> None:
 
 def extent_bytes(meta: TensorMeta, sizes: Sizes) -> int:
     """Bytes from the first to behind the last element of a layout."""
-    shape, stride = sizes.all_of(meta.shape), sizes.all_of(meta.stride)
-    if 0 in shape:
-        return 0
-    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * meta.dtype.itemsize
+    return bytes_needed(sizes.all_of(meta.shape), sizes.all_of(meta.stride), meta.dtype.itemsize)
 
 
 def aligned(nbytes: int) -> int:

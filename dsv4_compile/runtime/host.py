@@ -39,15 +39,14 @@ class HostRecording(Recording):
 
     def __init__(self, name: str, launches: list[Callable[[], None]], keep_alive: list[Any]) -> None:
         super().__init__(name, launches, keep_alive)
+        run_all = self.replay
 
         def replay() -> None:
             if torch.is_autocast_enabled("cpu"):
                 with torch.autocast("cpu", enabled=False):
-                    for launch in launches:
-                        launch()
+                    run_all()
             else:
-                for launch in launches:
-                    launch()
+                run_all()
 
         self.replay = replay
 

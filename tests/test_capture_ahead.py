@@ -45,6 +45,25 @@ def test_dummy_calls_leave_no_trace(engine: str) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@torch._dynamo.disable
+def count_eagerly(calls: Tensor) -> None:
+    calls.add_(1)
+
+
+def test_what_eager_code_behind_a_graph_break_writes_stays() -> None:
+    calls = torch.zeros(())
+
+    def model(x: Tensor, seen: Tensor) -> Tensor:
+        seen.add_(1)
+        count_eagerly(calls)
+        return x * 2 + seen.sum()
+
+    run = torch.compile(model, backend="dsv4_piecewise", dynamic=True)
+    seen = torch.zeros(3)
+    dsv4_compile.capture(run, lambda n: (torch.ones(n, 4), seen), [4, 8])
+    assert (calls.item(), seen.sum().item()) == (2 * 2, 0)
+
+
 class Generators:
     """The random states of CUDA devices, which need not be there, and what was asked of them."""
 

@@ -18,9 +18,9 @@ def capture(
 ) -> None:
     """Call a compiled model twice for each token count, largest first, so that its buckets are captured.
 
-    Caches, buffers and other inputs that the model writes, and the random state, are afterwards as before. Grad is
-    off during the calls. What the model writes is copied for the time of each call, so where caches fill the device,
-    capture before they are given their full size.
+    Caches, buffers and other inputs that compiled graphs write, and the random state, are afterwards as before; what
+    eager code behind a graph break writes stays, as in any call. Grad is off during the calls. What graphs write is
+    copied for the time of each call, so where caches fill the device, capture before they are given their full size.
 
     Args:
         compiled: what `torch.compile` returned.

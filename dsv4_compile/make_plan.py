@@ -140,8 +140,14 @@ def _value(draft: Draft, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -
         return PlanValue(name=by_node[node.all_input_nodes[0]].name, layout="number", origin="host scalar")
     graph_input = by_node.get(node)
     name = graph_input.name if graph_input else node.name
-    origin = graph_input.provenance.value if graph_input else Provenance.ACTIVATION.value
-    return PlanValue(name=name, layout=layout(draft.effects[node].result), origin=origin)
+    return PlanValue(name=name, layout=layout(draft.effects[node].result), origin=_origin(graph_input))
+
+
+def _origin(graph_input: GraphInput | None) -> str:
+    if graph_input is None:
+        return Provenance.ACTIVATION.value
+    is_number = graph_input.provenance is Provenance.SIZE and not graph_input.measures
+    return "host scalar" if is_number else graph_input.provenance.value
 
 
 def layout(result: Any) -> str:

@@ -50,8 +50,10 @@ class PlanValue:
 
     Attributes:
         name: of the node, or of the graph input as the user reaches it.
-        layout: shape and dtype, or "int" or "float".
-        origin: provenance of a graph input ("weight", "step state", ...); "activation" for what a unit made.
+        layout: shape and dtype, such as "[s77, 64] float32"; "number" of what is no tensor.
+        origin: "activation" for what a unit made, "host scalar" for a number that the user gave; else the provenance of
+            a graph input: "weight", "buffer", "cache", "step state", "user input", "constant", or "size" for a size,
+            stride or offset of a tensor.
     """
 
     name: str
@@ -84,7 +86,7 @@ class PlanUnit:
         kind: "piece" or "region".
         name: "piece_0", "region_0", ...
         ops: its working nodes in order.
-        takes: what it needs from outside, sizes left out.
+        takes: what it needs from outside; the text leaves out what has the origin "size" or "weight".
         gives: what later units or the caller need of what it makes.
         copy_of: the first piece that is the same up to its weights, or None.
         parts: of a piece that is compiled and no copy.

@@ -40,3 +40,20 @@ def test_every_int_of_the_user_is_a_host_scalar_of_the_plan() -> None:
     plan = dsv4_compile.explain(function, x, 5, [7], {"k": 9}, options={"split_ops": ["toy::fresh"]})
     assert plan.scalars == ("n", "more[0]", "named.k")
     assert "host scalars, part of the bucket: n, more[0], named.k" in str(plan)
+
+
+def test_a_unit_shows_the_ints_of_the_user_that_it_takes() -> None:
+    """Sizes of tensors are in the record alone."""
+
+    def function(x: Tensor, n: int) -> Tensor:
+        return torch.ops.toy.fresh(x * n) + x.shape[0]
+
+    plan = dsv4_compile.explain(function, torch.ones(6, 8), 5, options={"split_ops": ["toy::fresh"]})
+    first = plan.units[0]
+    assert [(value.name, value.layout, value.origin) for value in first.takes] == [
+        ("x.size()[0]", "number", "size"),
+        ("x.size()[1]", "number", "size"),
+        ("n", "number", "host scalar"),
+        ("x", "[s77, s27] float32", "user input"),
+    ]
+    assert "takes  host scalar: n\n           user input: x\n" in str(plan)

@@ -16,6 +16,9 @@ another one.
 
 With lanes (`assign_lanes`), a part also ends where another lane waits for it, and begins where its lane waits. So
 events are recorded behind parts and waited for before parts, and the order of the parts is one that keeps all waits.
+
+A piece in which two values that would cross between parts are one piece of memory stays whole, on one lane; the plan
+has a note where that costs lanes.
 """
 
 from __future__ import annotations
@@ -52,7 +55,27 @@ def cut_pieces(draft: Draft, *, config: Config) -> Draft:
         if unit.kind == "piece" and unit.name not in draft.copies and (compiles or draft.lanes.keys() & set(unit.nodes))
     ]
     parts = {piece.name: _cut(draft, piece, compiles=compiles) for piece in pieces}
+    for piece in pieces:
+        tied = _why_tied(draft, piece, [part.unit for part in parts[piece.name]])
+        if tied:
+            parts[piece.name] = (_whole(piece, tied),)
+            draft = _on_one_lane(draft, piece, tied)
     return replace(draft, parts=_with_copies(draft, parts) if compiles else parts)
+
+
+def _whole(piece: Unit, uncompiled: str) -> Part:
+    leaving = tuple(True for _ in piece.outputs)
+    return Part(unit=piece, uncompiled=uncompiled, leaving=leaving, copy_of=None, lane=0, waits=(), joins=False)
+
+
+def _on_one_lane(draft: Draft, piece: Unit, reason: str) -> Draft:
+    """Take a piece, and its copies, off the side lanes."""
+    alike = [unit for unit in draft.units if draft.copies.get(unit.name, unit.name) == piece.name]
+    nodes = {node for unit in alike for node in unit.nodes}
+    if not draft.lanes.keys() & nodes:
+        return draft
+    lanes = {node: lane for node, lane in draft.lanes.items() if node not in nodes}
+    return replace(draft, lanes=lanes, notes=(*draft.notes, f"{piece.name} runs on one lane: {reason}"))
 
 
 def _with_copies(draft: Draft, parts: Mapping[str, Sequence[Part]]) -> dict[str, tuple[Part, ...]]:
@@ -92,10 +115,6 @@ def _cut(draft: Draft, piece: Unit, *, compiles: bool) -> tuple[Part, ...]:
     runs = list(_runs(opaque, lanes, events, overwritten))
     place = {op: index for index, run in enumerate(runs) for op in run} | {START: START}
     units = _units(draft, piece, runs)
-    tied = _why_tied(draft, piece, units)
-    if tied:
-        leaving = tuple(True for _ in piece.outputs)
-        return (Part(unit=piece, uncompiled=tied, leaving=leaving, copy_of=None, lane=0, waits=(), joins=False),)
     return tuple(
         Part(
             unit=unit,

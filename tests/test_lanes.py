@@ -18,6 +18,7 @@ from lane_logs import happens_before, log_of
 from lane_tables import lanes_of, layer_draft, table, unit_events
 from layer_plans import mark_request_dims
 from paging import Paging, tiny_config
+from runtime_helpers import LIBRARY
 from stages import drafts_of
 from torch import Tensor, fx
 from toy_ops import SPLIT
@@ -32,6 +33,10 @@ from dsv4_compile.passes.assign_lanes import order_of
 from dsv4_compile.runtime.host_lanes import Entry, LaneLaunch, check_races
 
 toy = torch.ops.toy
+# Gives memory of its argument as another dtype.
+LIBRARY.define("bits_of(Tensor(a!) x) -> Tensor(a!)")
+LIBRARY.impl("bits_of", lambda x: x.add_(1).view(torch.int32), "CompositeExplicitAutograd")
+torch.library.register_fake("probe::bits_of", lambda x: x.view(torch.int32), lib=LIBRARY)
 BLOCK = 64  # bytes of a storage in logs
 GENERATOR, GUARDED = 1000, 1001  # numbers of no storage
 X = torch.zeros(5, 4)
@@ -198,6 +203,28 @@ def test_the_plan_shows_lanes() -> None:
     )
     lanes = [op["lane"] for op in json.loads(plan.to_json())["units"][0]["ops"]]
     assert lanes == [0, 2, 3, 1, 0, 0, 0, 2, 1, 1, 3]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_piece_that_stays_whole_and_its_copies_run_on_one_lane_and_the_plan_says_so(compiler: str) -> None:
+    """Two values would cross between its parts, and are one piece of memory."""
+
+    def block(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        h = x @ v
+        bits = torch.ops.probe.bits_of(h)
+        return toy.fresh(h @ v + (x @ w) @ w + bits.sum() + h.sum())
+
+    def fn(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return products(block(block(x, v, w), v, w), v, w)
+
+    options = {"split_ops": SPLIT, "aux_streams": 3, "piece_compiler": compiler}
+    _, draft, plan = drafts_of(fn, X, W, W.clone(), **options)
+    whole, copy, other = (unit for unit in draft.units if unit.kind == "piece")
+    assert draft.copies == {copy.name: whole.name}
+    assert [len(set(lanes_of(draft, unit))) for unit in (whole, copy, other)] == [1, 1, 2]
+    note = "piece_0 runs on one lane: bits shares memory with h, and both cross between its parts"
+    assert draft.notes == (note,)
+    assert str(plan).count("on 2 lanes") == 1
 
 
 def test_without_side_lanes_the_plan_is_as_ever() -> None:

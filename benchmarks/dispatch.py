@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 TOKENS = 4
 CAPTURED = "dsv4_piecewise, captured"
 OURS: dict[str, dict[str, Any]] = {
-    "dsv4_piecewise, uncaptured": {"engine": "off"},
-    CAPTURED: {},
+    "dsv4_piecewise, uncaptured": {"engine": "off", "piece_compiler": "eager"},
+    CAPTURED: {"piece_compiler": "eager"},
     "dsv4_piecewise, captured, inductor": {"piece_compiler": "inductor"},
 }
 INTRO = """

@@ -344,7 +344,7 @@ def stop_recording_to_pool(device_index: int, handle: Any) -> None:
     try:
         torch._C._cuda_endAllocateToPool(device_index, handle)
     except RuntimeError:
-        return  # it was ended, and the graph gives the pool back itself
+        return  # it was ended; in torch 2.13 its use of the pool is never given back, later the graph does that
     torch._C._cuda_releasePool(device_index, handle)
 
 

@@ -148,14 +148,20 @@ def has_unknown_size(draft: Draft, result: Any) -> bool:
 
 
 def _why_elsewhere(draft: Draft, node: fx.Node, device: torch.device) -> str | None:
-    """In a graph on an accelerator: the node touches host memory, which a kernel's baked arguments cannot follow."""
+    """In a graph on an accelerator: the node touches memory of the host or of another one, which no kernel follows."""
     if device.type == "cpu":
         return None
     for touched in (node, *node.all_input_nodes):
         for meta in pytree.tree_leaves(draft.effects[touched].result):
-            if isinstance(meta, TensorMeta) and meta.device.type == "cpu":
-                return f"touches {touched.name} in host memory, the graph runs on {device.type}"
+            if isinstance(meta, TensorMeta) and _are_apart(meta.device, device):
+                place = "in host memory" if meta.device.type == "cpu" else f"on {meta.device}"
+                return f"touches {touched.name} {place}, the graph runs on {device}"
     return None
+
+
+def _are_apart(one: torch.device, other: torch.device) -> bool:
+    """Two devices; one without an index may be any of its type."""
+    return one.type != other.type or (None not in (one.index, other.index) and one.index != other.index)
 
 
 def custom_ops(draft: Draft, node: fx.Node) -> list[str]:

@@ -223,6 +223,18 @@ def test_a_valid_capture_whose_code_fails_leaves_nothing(allocators: Allocators)
     assert allocators.uses.total() == 1
 
 
+def test_a_capture_inside_of_another_is_refused_in_our_words(allocators: Allocators) -> None:
+    """CUDA has nothing to do with it, though the message speaks of a capture."""
+    engine = CudaEngine(torch.device("cuda"))
+    pool = engine.make_pool()
+
+    def nest() -> None:
+        engine.capture(lambda: None, pool, name="the inner one")
+
+    with pytest.raises(CaptureError, match="^cannot capture the inner one: this thread is recording the outer one"):
+        engine.capture(nest, pool, name="the outer one")
+
+
 def test_a_capture_that_fails_to_begin_leaves_nothing(allocators: Allocators, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = CudaEngine(torch.device("cuda"))
     pool = engine.make_pool()

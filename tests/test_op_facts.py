@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dsv4_compile
 from dsv4_compile.op_facts import aten_name, bind_arguments, is_allocation, why_no_graph_holds
+from dsv4_compile.reasons import _are_apart
 
 LIBRARY = torch.library.Library("op_facts_test", "DEF")
 LIBRARY.define("as_strided(Tensor x, int[] size, int[] stride, int offset) -> Tensor")
@@ -73,6 +74,20 @@ def test_an_op_whose_size_the_caller_gives_is_captured() -> None:
     for repeats in ([2, 2, 2], [1, 2, 3], [6, 0, 0], [0, 6, 0]):
         x = torch.randn(3)
         assert torch.equal(compiled(x, torch.tensor(repeats)), model(x, torch.tensor(repeats)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        ("cuda:0", "cuda:1", True),
+        ("cuda:0", "cuda:0", False),
+        ("cuda", "cuda:1", False),
+        ("cpu", "cuda:0", True),
+        ("meta", "meta", False),
+    ],
+)
+def test_devices_that_no_one_graph_works_on(one: str, other: str, apart: bool) -> None:
+    assert _are_apart(torch.device(one), torch.device(other)) == apart
 
 
 def test_an_op_that_is_called_as_one_of_atens_and_tagged_runs_eagerly() -> None:

@@ -30,7 +30,6 @@ before; release the recordings before a process group is destroyed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -39,35 +38,12 @@ import torch
 from torch import Tensor
 
 from ..compat import stop_recording_to_pool
-from ..errors import CaptureError
+from ..errors import CaptureError, Dsv4Error
 from .capture_state import no_capture_elsewhere, offering, recording
 from .cuda_lanes import SideStreams
+from .cuda_pool import CudaPool
 from .engine import ALIGNMENT, Recording, allocate_poisoned
 from .user_line import line_of
-
-
-class CudaPool:
-    """A graph memory pool of torch; its memory is freed with the last graph that uses it.
-
-    Attributes:
-        handle: of the pool that the next capture uses.
-        recordings: the ones in it, as long as they live.
-    """
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Give the captures to come another pool."""
-        self.handle: Any = torch.cuda.graph_pool_handle()
-        self.recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
-
-    def join(self) -> list[CudaRecording]:
-        """The recordings that the next capture shares the pool with; one of them has to live when it begins."""
-        recordings = list(self.recordings)
-        if not recordings:
-            self.renew()
-        return recordings
 
 
 class CudaEngine:
@@ -116,11 +92,13 @@ class CudaEngine:
             graph = self._new_graph()
             try:
                 self._record(graph, run, pool, lanes)
+            except Dsv4Error:
+                raise  # that of a capture inside of this one speaks of captures too
             except RuntimeError as error:
                 if "captur" in str(error):
                     raise _refusal(name, error) from error
                 raise
-            del shared
+            del shared  # it kept the pool alive
         return CudaRecording(name, graph, pool)
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:

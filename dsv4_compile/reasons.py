@@ -153,9 +153,11 @@ def _why_elsewhere(draft: Draft, node: fx.Node, device: torch.device) -> str | N
         return None
     for touched in (node, *node.all_input_nodes):
         for meta in pytree.tree_leaves(draft.effects[touched].result):
-            if isinstance(meta, TensorMeta) and _are_apart(meta.device, device):
-                place = "in host memory" if meta.device.type == "cpu" else f"on {meta.device}"
-                return f"touches {touched.name} {place}, the graph runs on {device}"
+            if not isinstance(meta, TensorMeta) or not _are_apart(meta.device, device):
+                continue
+            if meta.device.type == "cpu":
+                return f"touches {touched.name} in host memory, the graph runs on {device}"
+            return f"touches {touched.name} on {meta.device}, the graph runs on {device}"
     return None
 
 

@@ -231,7 +231,7 @@ def test_a_capture_inside_of_another_is_refused_in_our_words(allocators: Allocat
     def nest() -> None:
         engine.capture(lambda: None, pool, name="the inner one")
 
-    with pytest.raises(CaptureError, match="^cannot capture the inner one: this thread is recording the outer one"):
+    with pytest.raises(CaptureError, match=r"^cannot capture the inner one: this thread is recording the outer one"):
         engine.capture(nest, pool, name="the outer one")
 
 

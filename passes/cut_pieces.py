@@ -35,6 +35,7 @@ from ..compat import expr_of, pytree
 from ..config import Config
 from ..draft import Draft, Part, TensorMeta, Unit
 from ..lane_schedule import START, Events, events_of
+from ..op_facts import strided_name
 from ..reasons import custom_ops, graph_device
 from .assign_lanes import order_of
 from .find_copies import piece_key
@@ -229,8 +230,7 @@ def _why_outside(draft: Draft, unit: Unit) -> str | None:
     taken = {draft.storage_of(node) for node in unit.inputs}
     for node in unit.body:
         meta = draft.effects[node].result
-        is_strided = "as_strided" in str(getattr(node.target, "__name__", node.target))
-        if is_strided and isinstance(meta, TensorMeta) and meta.storage in taken:
+        if strided_name(node) and isinstance(meta, TensorMeta) and meta.storage in taken:
             return f"{node.name} may show memory around what it is a view of"
     return None
 

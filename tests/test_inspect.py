@@ -202,7 +202,7 @@ def test_explain_command_refuses_in_one_line(
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("too_few", "TypeError: too_few.<locals>.<lambda>() missing 1 required positional argument: 'y'; "),
+        ("too_few", "<lambda>() missing 1 required positional argument: 'y'; "),
         ("wrong_shapes", "a and b must have same reduction dim"),
         ("raising", "KeyError: 'slot' ("),
     ],

@@ -113,14 +113,15 @@ def _part(part: Part) -> PlanPart:
 
 
 def _op(draft: Draft, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -> PlanOp:
-    weights = [by_node[arg].name for arg in node.all_input_nodes if arg in by_node and _is_weight(by_node[arg])]
-    applied = f"[{weights[0]}]" if weights else ""
+    weights = (by_node[arg].name for arg in node.all_input_nodes if arg in by_node and _is_weight(by_node[arg]))
+    weight = next(weights, None)
     return PlanOp(
         node=node.name,
-        op=call_name(node) + applied,
+        op=call_name(node) if weight is None else f"{call_name(node)}[{weight}]",
         reason=draft.eager.get(node),
         line=where(node),
         lane=draft.lanes.get(node, 0),
+        weight=weight,
     )
 
 

@@ -31,10 +31,11 @@ class PlanOp:
 
     Attributes:
         node: its name in the traced graph.
-        op: what it calls, with the weight it applies in brackets.
+        op: what it calls, with the weight it applies in brackets: "linear[wq_a.weight]".
         reason: why it is eager; None where it is captured.
         line: the user's source line.
         lane: of its piece, on which it runs; 0 is the main one.
+        weight: the name of the (first) weight it applies, or None.
     """
 
     node: str
@@ -42,6 +43,12 @@ class PlanOp:
     reason: str | None
     line: str
     lane: int = 0
+    weight: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it calls: "linear", "dsv4::forward_mqa"."""
+        return self.op if self.weight is None else self.op.removesuffix(f"[{self.weight}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

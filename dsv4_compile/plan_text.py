@@ -20,6 +20,11 @@ def render_plan(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in _lines(plan))
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 op", "2 ops"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"plan: runner {plan.runner} ({plan.runner_reason}), region {plan.region}"
     yield from _sizes(plan)
@@ -55,8 +60,8 @@ def _summary(plan: Plan) -> str:
     copies = sum(unit.copy_of is not None for unit in plan.units)
     same = f", {copies} of them copies" if copies else ""
     return (
-        f"{_count(len(plan.pieces), 'piece')} captured ({_count(captured, 'op')}){same}, "
-        f"{_count(len(plan.regions), 'region')} eager ({_count(eager, 'op')})"
+        f"{counted(len(plan.pieces), 'piece')} captured ({counted(captured, 'op')}){same}, "
+        f"{counted(len(plan.regions), 'region')} eager ({counted(eager, 'op')})"
     )
 
 
@@ -66,21 +71,17 @@ def _compiled(plan: Plan) -> Iterator[str]:
         compiled = [part for part in parts if part.uncompiled is None]
         different = sum(part.copy_of is None for part in compiled)
         yield (
-            f"piece compiler {plan.piece_compiler}: {_count(len(compiled), 'part')} compiled ({different} different), "
+            f"piece compiler {plan.piece_compiler}: {counted(len(compiled), 'part')} compiled ({different} different), "
             f"{len(parts) - len(compiled)} left alone"
         )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _unit(unit: PlanUnit) -> Iterator[str]:
     fate = "captured" if unit.kind == "piece" else "eager"
     copy = f", a copy of {unit.copy_of}" if unit.copy_of else ""
     lanes = sorted({op.lane for op in unit.ops})
-    side_by_side = f" on {_count(len(lanes), 'lane')}" if len(lanes) > 1 else ""
-    yield f"{unit.name}  {fate}, {_count(len(unit.ops), 'op')}{side_by_side}{copy}"
+    side_by_side = f" on {counted(len(lanes), 'lane')}" if len(lanes) > 1 else ""
+    yield f"{unit.name}  {fate}, {counted(len(unit.ops), 'op')}{side_by_side}{copy}"
     if unit.kind == "region":
         yield from _eager_ops(unit.ops)
     elif unit.copy_of is None:
@@ -95,9 +96,9 @@ def _unit(unit: PlanUnit) -> Iterator[str]:
 def _part(part: PlanPart) -> str:
     number = part.name.rpartition(".")[2]
     if part.uncompiled is not None:
-        return f"{number} as it is ({_count(part.nodes, 'op')}: {part.uncompiled})"
+        return f"{number} as it is ({counted(part.nodes, 'op')}: {part.uncompiled})"
     same = f", as {part.copy_of}" if part.copy_of else ""
-    return f"{number} compiled ({_count(part.nodes, 'op')}{same})"
+    return f"{number} compiled ({counted(part.nodes, 'op')}{same})"
 
 
 def _captured_ops(label: str, ops: Sequence[str]) -> Iterator[str]:
@@ -158,4 +159,4 @@ def _inputs(inputs: Sequence[PlanValue]) -> Iterator[str]:
             yield f"    {origin}"
             yield from (f"        {value}" for value in values)
     if weights:
-        yield f"    weight: {_count(len(weights), 'tensor')}"
+        yield f"    weight: {counted(len(weights), 'tensor')}"

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM
 import dsv4_compile
 from dsv4_compile.errors import UnsupportedConfigError
 from dsv4_compile.plan import Plan
+from dsv4_compile.plan_text import counted
 from dsv4_compile.runners import ModelRunner
 from dsv4_compile.runners.progress import progress_bar
 
@@ -133,15 +134,10 @@ def summarise_plan(name: str, plan: Plan) -> Iterator[str]:
     captured, eager = (counted(sum(len(unit.ops) for unit in units), "op") for units in (plan.pieces, plan.regions))
     pieces, regions = counted(len(plan.pieces), "piece"), counted(len(plan.regions), "region")
     yield f"{name}: {pieces} captured ({captured}), {regions} eager ({eager})"
-    ops = [(op.reason, op.op.partition("[")[0]) for unit in plan.regions for op in unit.ops]
+    ops = [(op.reason, op.name) for unit in plan.regions for op in unit.ops]
     for reason in dict(ops):
         times = Counter(op for why, op in ops if why == reason)
         yield f"    {reason}: {', '.join(f'{op} x{count}' for op, count in times.items())}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and what it counts, in the plural where there is more than one."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def reference(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from _serving import (
     Served,
-    counted,
     load_tokenizer,
     reference,
     serve_batch,
@@ -42,6 +41,7 @@ from dsv4_compile.errors import Dsv4Error, InvalidRequestError
 from dsv4_compile.inspect.one_line_parser import OneLineParser
 from dsv4_compile.integrations.transformers import SwappedModel, load_original, swap_attention
 from dsv4_compile.plan import Plan
+from dsv4_compile.plan_text import counted
 from dsv4_compile.runners import ModelInputs, ModelRunner, ModelRunnerV1, ModelRunnerV2
 
 RUNNERS: dict[str, type[ModelRunner]] = {"mrv1": ModelRunnerV1, "mrv2": ModelRunnerV2}

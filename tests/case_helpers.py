@@ -242,4 +242,4 @@ def crossing(plan: Plan) -> set[str]:
 
 def reasons(plan: Plan) -> dict[str, str]:
     """Why each eager op is eager, by the op's name without the weight it applies."""
-    return {op.op.partition("[")[0]: str(op.reason) for unit in plan.regions for op in unit.ops}
+    return {op.name: str(op.reason) for unit in plan.regions for op in unit.ops}

@@ -14,6 +14,7 @@ import pytest
 from layer_plans import layer_plan
 
 from dsv4_compile.inspect.picture import LETTERS, draw_plans, short_label
+from dsv4_compile.plan import PlanOp
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = ROOT / "docs" / "c4a_layer.svg"
@@ -103,7 +104,7 @@ def test_columns_lie_inside_and_beside_each_other() -> None:
 def test_it_loads_nothing_and_escapes_names() -> None:
     plan = layer_plan(4, "wide")
     unit = plan.units[0]
-    odd = dataclasses.replace(unit.ops[0], op="<script>&")
+    odd = dataclasses.replace(unit.ops[0], op="<script>&", weight=None)
     changed = dataclasses.replace(plan, units=(dataclasses.replace(unit, ops=(odd,)), *plan.units[1:]))
     picture = draw_plans("a < b", changed, {"c & d": changed})
     assert "<script>" not in picture
@@ -113,16 +114,19 @@ def test_it_loads_nothing_and_escapes_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "label"),
+    ("name", "weight", "label"),
     [
-        ("bmm", "bmm"),
-        ("dsv4::sparse_indexer", "sparse_indexer"),
-        ("dsv4::forward_mqa[attn_sink]", "forward_mqa"),
-        ("linear[wq_b.weight]", "linear wq_b"),
-        ("linear[indexer.compressor.fused_wkv_wgate.weight]", "linear indexer…fused_wkv_wgate"),
-        ("dsv4::compress_kv_insert[indexer.compressor.ape]", "compress_kv_insert indexer"),
+        ("bmm", None, "bmm"),
+        ("dsv4::sparse_indexer", None, "sparse_indexer"),
+        ("dsv4::forward_mqa", "attn_sink", "forward_mqa"),
+        ("linear", "wq_b.weight", "linear wq_b"),
+        ("linear", "weights[0]", "linear"),
+        ("linear", "indexer.compressor.fused_wkv_wgate.weight", "linear indexer…fused_wkv_wgate"),
+        ("dsv4::compress_kv_insert", "indexer.compressor.ape", "compress_kv_insert indexer"),
     ],
 )
-def test_short_labels(op: str, label: str) -> None:
+def test_short_labels(name: str, weight: str | None, label: str) -> None:
+    op = PlanOp(node="n", op=name if weight is None else f"{name}[{weight}]", reason=None, line="", weight=weight)
+    assert op.name == name
     assert short_label(op) == label
     assert len(label) <= LETTERS

@@ -113,7 +113,13 @@ def big_plan(layers: int) -> Plan:
     for n in range(layers):
         weights = [f"layers.{n}.attention.projection_{index}.weight" for index in range(15)]
         ops = [
-            PlanOp(node=f"linear_{n}", op=f"linear[{weight}]", reason=None, line=f"/home/me/model.py:{n} in forward: y")
+            PlanOp(
+                node=f"linear_{n}",
+                op=f"linear[{weight}]",
+                reason=None,
+                line=f"/home/me/model.py:{n} in forward: y",
+                weight=weight,
+            )
             for weight in weights
         ]
         piece = PlanUnit(

@@ -8,18 +8,17 @@ the picture stays readable.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 
 from ..plan import Plan, PlanOp, PlanUnit
+from ..plan_text import counted
 
 WIDTH, MARGIN, GAP = 920, 16, 12
 HEADING, LEGEND = 116, 30  # heights above and below the columns
 BOX, BETWEEN, TITLE, PADDING = 19, 3, 19, 5  # of an op, the gap under it, a unit's title, its inner margin
 LETTERS = 30  # that fit into a box
-_WEIGHT = re.compile(r"^(?P<op>[^\[]+)\[(?P<weight>.+)\]$")
 
 _STYLE = """\
 :root { --page: #ffffff; --line: #d0d7de; --ink: #1f2328; --soft: #59636e; --piece: #ddf0ff; --piece-edge: #2a78bd;
@@ -115,36 +114,35 @@ def draw_plans(title: str, before: Plan, after: Mapping[str, Plan]) -> str:
 
 def _uncompiled(plan: Plan) -> _Column:
     ops = [op for unit in plan.units for op in unit.ops]
-    boxes = tuple(_Box(css="plain", label=short_label(op.op), hint=op.op) for op in ops)
+    boxes = tuple(_Box(css="plain", label=short_label(op), hint=op.op) for op in ops)
     frame = _Frame(css="none", title="every op on its own", boxes=boxes)
     return _Column(heading="Before: plain PyTorch", notes=("no capture", f"{len(ops)} ops launched"), frames=(frame,))
 
 
 def _column(heading: str, plan: Plan) -> _Column:
     launched = sum(len(region.ops) for region in plan.regions)
-    work = f"{_count(len(plan.pieces), 'replay')} + {_count(launched, 'op')} launched"
+    work = f"{counted(len(plan.pieces), 'replay')} + {counted(launched, 'op')} launched"
     frames = tuple(_frame(unit) for unit in plan.units)
     return _Column(heading=heading, notes=(f"runner={plan.runner}, region={plan.region}", work), frames=frames)
 
 
 def _frame(unit: PlanUnit) -> _Frame:
     fate = "one replay" if unit.kind == "piece" else "run one by one"
-    title = f"{unit.name}: {_count(len(unit.ops), 'op')}, {fate}"
+    title = f"{unit.name}: {counted(len(unit.ops), 'op')}, {fate}"
     return _Frame(css=unit.kind, title=title, boxes=tuple(_box(op) for op in unit.ops))
 
 
 def _box(op: PlanOp) -> _Box:
     if op.reason is None:
-        return _Box(css="captured", label=short_label(op.op), hint=f"{op.op}: captured")
+        return _Box(css="captured", label=short_label(op), hint=f"{op.op}: captured")
     css = "between" if op.reason.startswith("wide: ") else "must"
-    return _Box(css=css, label=short_label(op.op), hint=f"{op.op}: eager, {op.reason}")
+    return _Box(css=css, label=short_label(op), hint=f"{op.op}: eager, {op.reason}")
 
 
-def short_label(op: str) -> str:
+def short_label(op: PlanOp) -> str:
     """The name of an op and of the module whose weight it applies, cut to fit: "linear indexer…fused_wkv_wgate"."""
-    applied = _WEIGHT.match(op)
-    name = (applied["op"] if applied else op).rpartition("::")[2]
-    path = applied["weight"].split(".")[:-1] if applied else []
+    name = op.name.rpartition("::")[2]
+    path = (op.weight or "").split(".")[:-1]
     if not path:
         return name
     for module in (".".join(path), f"{path[0]}…{path[-1]}"):
@@ -182,7 +180,3 @@ def _rect(x: int, y: int, width: int, height: int, css: str, radius: int) -> str
 def _text(x: int, y: int, text: str, css: str = "") -> str:
     named = f' class="{css}"' if css else ""
     return f'<text{named} x="{x}" y="{y}">{escape(text)}</text>'
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

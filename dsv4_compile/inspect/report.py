@@ -18,6 +18,7 @@ import jinja2
 
 from ..errors import ExplainError
 from ..plan import Plan, PlanUnit
+from ..plan_text import counted
 from .dump_folder import DumpedGraph, Stage, read_dump
 from .readable import changed_lines, name_table, readable, skeleton
 from .views import Box, InputRow, Row, input_groups, listed, timeline, workspace_map
@@ -120,6 +121,7 @@ def render_report(graphs: Sequence[DumpedGraph]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = readable_bytes
+    environment.globals["counted"] = counted
     template = environment.get_template("report.html.j2")
     return template.render(graphs=[_view(graph) for graph in graphs], origins=ORIGINS)
 

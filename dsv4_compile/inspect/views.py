@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from ..plan import Plan, PlanOp, PlanUnit, PlanValue
 from .readable import model_name, name_table, short_line
 
-_WEIGHT = re.compile(r"\[(.+)\]$")
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.)\d+$")
 
@@ -100,8 +99,8 @@ def _ops_by_layer(plan: Plan) -> Iterator[tuple[str, PlanUnit, PlanOp]]:
     label = "before the layers" if layered else "the whole graph"
     for unit in plan.units:
         for op in unit.ops:
-            if layered and (weight := _WEIGHT.search(op.op)):
-                layer = _LAYER.search(weight[1])
+            if layered and op.weight is not None:
+                layer = _LAYER.search(op.weight)
                 started = label != "before the layers"
                 label = f"layer {layer[1]}" if layer else "after the layers" if started else label
             yield label, unit, op
@@ -110,7 +109,7 @@ def _ops_by_layer(plan: Plan) -> Iterator[tuple[str, PlanUnit, PlanOp]]:
 def _cell(op: PlanOp, *, eager: bool) -> Cell:
     fate = f"eager, because: {op.reason}" if eager else f"captured{f', lane {op.lane}' if op.lane else ''}"
     detail = f"{op.op} — {fate} — {short_line(op.line)}" if op.line else f"{op.op} — {fate}"
-    return Cell(label=op.op.partition("[")[0].rpartition("::")[2], detail=detail, eager=eager)
+    return Cell(label=op.name.rpartition("::")[2], detail=detail, eager=eager)
 
 
 def workspace_map(plan: Plan) -> tuple[Box, ...]:

@@ -99,9 +99,13 @@ def plan_graph(
     ops = with_split_ops(snapshot(), config.split_ops)
     draft = draft_graph(gm, example_inputs, ops, graph_break_reason(gm))
 
-    def stand_ins(concrete: bool) -> StandIns:
-        mode, values = concrete_stand_ins(example_inputs) if concrete else symbolic_stand_ins(example_inputs, gm)
-        return StandIns(mode=mode, values=values, concrete=concrete)
+    def concrete() -> StandIns:
+        mode, values = concrete_stand_ins(example_inputs)
+        return StandIns(mode=mode, values=values, concrete=True)
 
-    draft = run_passes(draft, pass_order(config, stand_ins), observe)
+    def symbolic() -> StandIns:
+        mode, values = symbolic_stand_ins(example_inputs, gm)
+        return StandIns(mode=mode, values=values, concrete=False)
+
+    draft = run_passes(draft, pass_order(config, concrete, symbolic), observe)
     return draft, make_plan(draft, config)

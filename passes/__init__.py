@@ -34,16 +34,22 @@ from .scope_modes import scope_modes
 
 Pass = Callable[[Draft], Draft]
 Observer = Callable[[str, Draft], None]
+MakeStandIns = Callable[[], StandIns]
 
 
-def pass_order(config: Config, stand_ins: Callable[[bool], StandIns]) -> tuple[Pass, ...]:
-    """All passes with their settings bound, in the order in which they run."""
+def pass_order(config: Config, concrete: MakeStandIns, symbolic: MakeStandIns) -> tuple[Pass, ...]:
+    """All passes with their settings bound, in the order in which they run.
+
+    Args:
+        config: the options.
+        concrete, symbolic: make fakes of the graph's inputs, with the sizes of the trace or with symbols.
+    """
     return (
         resolve_targets,
         scope_modes,
         decompose_sizes,
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
-        partial(infer_effects, stand_ins=stand_ins),  # everything below decides from effects
+        partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
         relate_offsets,  # before results are rebased, which makes strided views of its own
         rebase_results,
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),

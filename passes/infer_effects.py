@@ -52,21 +52,22 @@ class _NeedsSymbolsError(Exception):
     """The concrete run cannot tell the symbolic shape of some value."""
 
 
-def infer_effects(draft: Draft, *, stand_ins: Callable[[bool], StandIns]) -> Draft:
+def infer_effects(draft: Draft, *, concrete: Callable[[], StandIns], symbolic: Callable[[], StandIns]) -> Draft:
     """Fill in `effects` for every node and the provenance of every storage.
 
     Args:
         draft: the normalised graph.
-        stand_ins: whether concrete -> fakes of the inputs, with the sizes of the trace or with symbols.
+        concrete: makes fakes of the inputs with the sizes of the trace.
+        symbolic: makes fakes of the inputs with symbolic sizes; only asked where the concrete run does not do.
 
     Raises:
         AliasingOpError: an op shares storage in a way its schema does not declare.
         PlanError: a node cannot be run on fake tensors.
     """
     try:
-        return _run(draft, stand_ins(True))
+        return _run(draft, concrete())
     except _NeedsSymbolsError:
-        return _run(draft, stand_ins(False))
+        return _run(draft, symbolic())
 
 
 def _run(draft: Draft, stand_ins: StandIns) -> Draft:

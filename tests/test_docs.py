@@ -132,7 +132,7 @@ def test_a_reason_of_the_table_is_one_of_ours(reason: str) -> None:
 
 def test_the_pipeline_lists_the_passes_in_order() -> None:
     pipeline = FENCE.findall((ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8"))[0][1]
-    expected = [pass_name(one) for one in pass_order(Config(), None)]  # type: ignore[arg-type]
+    expected = [pass_name(one) for one in pass_order(Config(), None, None)]  # type: ignore[arg-type]
     assert re.findall(r"^  (\w+)", pipeline, re.MULTILINE) == expected
 
 

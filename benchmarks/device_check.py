@@ -1,4 +1,4 @@
-"""What a GPU has to say, in one script of under five minutes: contract tests, then launches, times and memory.
+"""What a GPU has to say, in one script of some minutes: contract tests, then launches, times and memory.
 
     python -m benchmarks.device_check
 

@@ -22,8 +22,8 @@ import dsv4_compile
 from dsv4_compile.errors import UnsupportedConfigError
 from dsv4_compile.plan import Plan
 from dsv4_compile.plan_text import counted
+from dsv4_compile.progress import progress_bar
 from dsv4_compile.runners import ModelRunner
-from dsv4_compile.runners.progress import progress_bar
 
 RATIOS = (0, 4, 128)  # the three kinds of layer, in turn
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")

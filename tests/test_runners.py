@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_compile.errors import RunnerError
 from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Attention, StepState
+from dsv4_compile.progress import progress_bar
 from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2
 from dsv4_compile.runners.batch import TOKEN_PADDING, BatchBuilder, block_groups
 from dsv4_compile.runners.block_allocator import BlockAllocator
-from dsv4_compile.runners.progress import progress_bar
 from dsv4_compile.runners.requests import Request
 from dsv4_compile.runners.scheduler import Chunk
 
@@ -263,7 +263,7 @@ def test_peak_memory_does_not_grow_with_finished_requests(
             peaks.append(memory.peak)
     assert 0 < peaks[0] <= peaks[1]  # a cache counts from when it is first written
     assert len(set(peaks[1:])) == 1
-    assert (runner.num_active, len(runner._scheduler)) == (0, 0)
+    assert (runner.num_active, runner._scheduler._waiting, runner._scheduler._running) == (0, [], [])
 
 
 def test_progress_is_shown_on_request_only(stack: AttentionStack, capsys: pytest.CaptureFixture[str]) -> None:

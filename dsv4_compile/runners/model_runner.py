@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ..errors import InvalidRequestError, OutOfBlocksError, RunnerError
 from ..models.deepseek_v4.config import DeepseekV4Config
 from ..models.deepseek_v4.step import StepState
+from ..progress import progress_bar
 from .batch import BatchBuilder, block_groups
 from .block_allocator import BlockAllocator
 from .bound_caches import BoundCaches
 from .limits import RunnerLimits
-from .progress import progress_bar
 from .requests import Request, check_request
 from .scheduler import Chunk, Scheduler
 from .step_inputs import FreshInputs, InputMaker, ModelInputs, PersistentInputs

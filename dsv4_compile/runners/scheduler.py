@@ -14,7 +14,6 @@ was added. A waiting request joins only when its whole chunk fits, or when nothi
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .block_allocator import BlockAllocator
@@ -55,13 +54,6 @@ class Scheduler:
     max_num_batched_tokens: int
     _waiting: list[Request] = field(default_factory=list, init=False)
     _running: list[Request] = field(default_factory=list, init=False)
-
-    def __iter__(self) -> Iterator[Request]:
-        yield from self._running
-        yield from self._waiting
-
-    def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""

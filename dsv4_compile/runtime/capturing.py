@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from ..progress import progress_bar
 
 
 def capture(
@@ -38,8 +39,9 @@ def capture(
 
     _check_callable("compiled", compiled)
     _check_callable("inputs_for", inputs_for)
-    with torch.no_grad(), restoring_calls() as restored:
-        for size in _shown(sorted(_checked(sizes), reverse=True), progress):
+    in_order = sorted(_checked(sizes), reverse=True)
+    with torch.no_grad(), restoring_calls() as restored, progress_bar(len(in_order), "bucket", progress) as advance:
+        for size in in_order:
             inputs = inputs_for(size)
             for _ in range(2):  # the first call of a bucket is its warm-up
                 _call(compiled, inputs)
@@ -48,6 +50,7 @@ def capture(
                     f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
                     'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
                 )
+            advance(1)
 
 
 def _check_callable(argument: str, value: object) -> None:
@@ -80,14 +83,3 @@ def _call(compiled: Callable[..., Any], inputs: Any) -> None:
         compiled(**inputs)
     else:
         compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-
-
-def _shown(sizes: Sequence[int], progress: bool | None) -> Iterable[int]:
-    if progress is False or (progress is None and not sys.stderr.isatty()):
-        return sizes
-    try:
-        from tqdm import tqdm
-    except ImportError:  # an extra, for looks only
-        return sizes
-    bar: Iterable[int] = tqdm(sizes, desc="capturing buckets", unit="bucket")
-    return bar

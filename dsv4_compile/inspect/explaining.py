@@ -42,7 +42,8 @@ def explain(
     Args:
         model_or_fn: a module or a function; if compiled, the original is explained.
         args: arguments of the call; no tensor among them changes.
-        options: as for the backend.
+        options: as for the backend. A keyword of the model that is called `options` too cannot be given by name: pass
+            it by position, or explain a function that calls the model.
         kwargs: keyword arguments of the call.
 
     Raises:

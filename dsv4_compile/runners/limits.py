@@ -15,6 +15,7 @@ class RunnerLimits:
     """How much a runner takes on.
 
     Attributes:
+        config: of the model; what it was built for bounds the rest.
         max_num_reqs: requests that run at once, at least 2.
         max_num_batched_tokens: tokens of a step at most.
         max_model_len: tokens of a request at most, answer included.

@@ -158,6 +158,13 @@ class ModelRunner(ABC):
     def padding_inputs(self, num_tokens: int) -> ModelInputs:
         """Inputs of a step in which every row is padding: it writes no cache, so it can warm up or capture a model.
 
+        Args:
+            num_tokens: rows of the step, which no bucket rounds up.
+
+        Returns:
+            input_ids and positions [num_tokens] int64, and a step state of no request, in the buffers of real steps
+            where the runner keeps such.
+
         Raises:
             RunnerError: a step never has so many tokens.
         """

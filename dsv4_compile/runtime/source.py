@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 from torch.profiler import record_function
 
@@ -69,7 +70,7 @@ class SourceWriter:
             return repr(arg)
         if isinstance(arg, slice):
             return f"slice({', '.join(self.text_of(part, operands) for part in (arg.start, arg.stop, arg.step))})"
-        if isinstance(arg, (tuple, list)) and type(arg).__name__ not in ("Size",):
+        if isinstance(arg, (tuple, list)) and not isinstance(arg, torch.Size):
             items = ", ".join(self.text_of(item, operands) for item in arg)
             return f"[{items}]" if isinstance(arg, list) else f"({items}{',' if len(arg) == 1 else ''})"
         if isinstance(arg, dict):

@@ -18,6 +18,8 @@ from toy_ops import Host
 import dsv4_compile
 from dsv4_compile import counters
 from dsv4_compile.compat import module_of
+from dsv4_compile.runtime import captured
+from dsv4_compile.runtime.host import HostEngine
 
 toy = torch.ops.toy
 HOOK = {"split_ops": ("toy::hook", "toy::fresh")}
@@ -366,3 +368,20 @@ def test_grad_mode_of_one_thread_is_no_matter_of_another() -> None:
 
     in_threads(2, work)
     assert seen == [True, True]
+
+
+@pytest.mark.parametrize("replays_in_captures", [True, False], ids=["as the host engine", "as the cuda engine"])
+def test_a_call_in_a_thread_that_records_another_graph(
+    replays_in_captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA launches no graph into a capture: there the call runs uncaptured, and becomes part of that graph."""
+    monkeypatch.setattr(HostEngine, "replays_in_captures", replays_in_captures)
+    compiled = compile_host(hooked, **HOOK)
+    call_often(compiled, rows(5))
+    x, uncaptured = rows(5), int(not replays_in_captures)
+    with monkeypatch.context() as context:
+        context.setattr(captured, "is_capturing", lambda: True)
+        with counters.expect(uncaptured_calls=uncaptured, replays=1 - uncaptured, captures=0):
+            torch.testing.assert_close(call(compiled, x), expected(x))
+    with counters.expect(replays=1, uncaptured_calls=0):
+        torch.testing.assert_close(call(compiled, x), expected(x))

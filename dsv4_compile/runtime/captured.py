@@ -33,6 +33,7 @@ from ..draft import Draft, InputRole
 from ..passes.scope_modes import autocast_of
 from ..reasons import graph_device
 from .aliasing import OverlapCheck
+from .capture_state import is_capturing
 from .engine import Engine
 from .entries import Bucket, Entries, Entry
 from .keys import Key, KeyReader
@@ -118,6 +119,8 @@ class CapturedCallable:
         return result
 
     def _serve_alone(self, args: tuple[Any, ...]) -> Any:
+        if not self._engine.replays_in_captures and is_capturing():
+            return self._serve_uncaptured(args)  # becomes part of the graph that is recorded around it
         if not self._lock.acquire(blocking=False):
             return self._serve_uncaptured(args)
         try:

@@ -57,6 +57,7 @@ class CudaEngine:
     """
 
     name = "cuda"
+    replays_in_captures = False  # CUDA launches no graph into a capture, and finds the capture invalid
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -58,9 +58,11 @@ class Engine(Protocol):
 
     Attributes:
         name: "host" or "cuda".
+        replays_in_captures: whether a recording may be replayed in a thread that records another graph.
     """
 
     name: str
+    replays_in_captures: bool
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory that outlives captures: see `allocate_poisoned`."""

@@ -60,6 +60,7 @@ class HostEngine:
     """
 
     name = "host"
+    replays_in_captures = True  # it records what the replay launches
     lane_seed: int | None = None
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:

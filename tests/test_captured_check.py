@@ -7,15 +7,20 @@ results from a replay, without an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from case_helpers import Pair, rows
 from runtime_helpers import HOST, LIBRARY, Probe, call_often, compile_host
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4_compile import counters
 from dsv4_compile.errors import AliasingOpError, LayoutMismatchError, ReplayMismatchError
+from dsv4_compile.runtime.check_replay import CheckedReplay
 
 toy, probe = torch.ops.toy, torch.ops.probe
 # Their fakes lie about the dtype of the second result.
@@ -210,3 +215,24 @@ def test_so_is_one_that_gives_its_results_in_a_container(compiler: str, op: str)
     compiled = compile_host(lambda x: toy.fresh(getattr(probe, op)(x * 2)[1] + 1), piece_compiler=compiler)
     with pytest.raises(LayoutMismatchError, match=rf"probe::{op}\.default gave \[5, 4\] torch.float64"):
         call_often(compiled, rows(5), times=1)
+
+
+def test_a_piece_that_only_draws_is_checked_with_the_random_state_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes no tensor of the device; what it gives tells where it draws."""
+    asked: list[Any] = []
+
+    @contextmanager
+    def fork_rng(devices: Any) -> Iterator[None]:
+        asked.extend(devices)
+        yield
+
+    with FakeTensorMode():
+        slot = torch.empty(3, device="cuda")
+    draft: Any = SimpleNamespace(written_by=lambda unit: frozenset(), inputs=())
+    unit: Any = SimpleNamespace(name="piece_0", inputs=(), outputs=(SimpleNamespace(name="drawn"),))
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setattr(CheckedReplay, "_compare", lambda *_: None)
+    CheckedReplay(draft, unit, lambda: [slot], [], [slot], lambda: None)()
+    assert [device.type for device in asked] == ["cuda"]

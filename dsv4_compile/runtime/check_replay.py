@@ -56,7 +56,8 @@ class CheckedReplay:
         clones = _clone_together([inputs[index] for index in self._written])
         for index, clone in zip(self._written, clones, strict=True):
             inputs[index] = clone
-        devices = [tensor.device for tensor in self._inputs if isinstance(tensor, Tensor) and tensor.is_cuda]
+        touched = [value for value in (*self._inputs, *self._slots) if isinstance(value, Tensor)]
+        devices = [tensor.device for tensor in touched if tensor.is_cuda]
         with torch.random.fork_rng(list(set(devices))):
             # first, so that what eager Python does now cannot repair what the replay left out
             self._replay()

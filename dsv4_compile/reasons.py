@@ -95,7 +95,7 @@ def has_role(draft: Draft, op: str, role: Role) -> bool:
     return registered is not None and registered.role == role
 
 
-def input_name(draft: Draft, storage: int) -> str:
+def _input_name(draft: Draft, storage: int) -> str:
     """The name of the graph input that owns a storage."""
     for graph_input in draft.inputs:
         result = draft.effects[graph_input.node].result
@@ -107,7 +107,7 @@ def input_name(draft: Draft, storage: int) -> str:
 def step_state_name(draft: Draft, access: Access) -> str:
     """The graph input that an access to step state reads, or the argument, if the graph computed what it reads."""
     is_input = draft.storages.get(access.storage) is Provenance.STEP_STATE
-    return input_name(draft, access.storage) if is_input else access.argument
+    return _input_name(draft, access.storage) if is_input else access.argument
 
 
 def _strided_views(draft: Draft) -> set[fx.Node]:
@@ -185,13 +185,14 @@ def graph_device(draft: Draft) -> torch.device:
 def _ops_in_bodies(draft: Draft, node: fx.Node) -> Iterator[str]:
     """Names of the ops that the sub-graphs of a higher-order op call, at any depth."""
     for arg in node.all_input_nodes:
-        body = draft.gm.get_submodule(str(arg.target)) if _is_body(draft, arg) else None
+        body = draft.gm.get_submodule(str(arg.target)) if is_body(draft, arg) else None
         for module in body.modules() if body is not None else ():
             if isinstance(module, fx.GraphModule):
                 yield from (name for inner in module.graph.nodes for name in _named_ops(inner))
 
 
-def _is_body(draft: Draft, arg: fx.Node) -> bool:
+def is_body(draft: Draft, arg: fx.Node) -> bool:
+    """Whether an argument is a sub-graph that a higher-order op runs."""
     return arg.op == "get_attr" and draft.effects[arg].result is None
 
 

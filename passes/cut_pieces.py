@@ -36,7 +36,7 @@ from ..config import Config
 from ..draft import Draft, Part, TensorMeta, Unit
 from ..lane_schedule import START, Events, events_of
 from ..op_facts import strided_name
-from ..reasons import custom_ops, graph_device
+from ..reasons import custom_ops, graph_device, is_body
 from .assign_lanes import order_of
 from .find_copies import piece_key
 from .partition_graph import Run, build_units, shared_allocations
@@ -100,12 +100,8 @@ def why_opaque(draft: Draft, node: fx.Node) -> str | None:
         return f"calls {custom[0].removesuffix('.default')}"
     if draft.effects[node].random:
         return "draws random numbers"
-    bodies = [arg.name for arg in node.all_input_nodes if _is_body(draft, arg)]
+    bodies = [arg.name for arg in node.all_input_nodes if is_body(draft, arg)]
     return f"runs the sub-graph {bodies[0]}" if bodies else None
-
-
-def _is_body(draft: Draft, arg: fx.Node) -> bool:
-    return arg.op == "get_attr" and draft.effects[arg].result is None
 
 
 def _cut(draft: Draft, piece: Unit, *, compiles: bool) -> tuple[Part, ...]:

@@ -71,7 +71,7 @@ class Generators:
         self.states = [0] * devices
         self.saved: list[torch.device] = []
         monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
         monkeypatch.setattr(torch.cuda, "get_rng_state", self.get)
@@ -99,7 +99,7 @@ def test_random_states_of_the_devices_in_use_are_put_back(monkeypatch: pytest.Mo
     assert generators.saved == [torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
-def test_without_a_gpu_none_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_cuda_has_not_started_it_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = Generators(monkeypatch, devices=0, current=0)
     with restoring_calls():
         pass

@@ -56,7 +56,7 @@ def is_restoring() -> bool:
 def restoring_calls() -> Iterator[Restoring]:
     """Compiled calls of this thread, inside the block, put back what they write."""
     block = Restoring()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a model on the CPU is no reason to start CUDA
         block.save_random_state(torch.device("cuda"))
     outer, _current.block = _current.block, block
     try:

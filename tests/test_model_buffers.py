@@ -188,3 +188,16 @@ def test_step_state_is_a_frozen_pytree_of_tensors():
     assert again.block_table is step.block_table
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'block_table'"):
         step.block_table = step.swa_block_table
+
+
+def test_caches_of_which_one_is_wrong_leave_every_layer_as_it_was():
+    stack = AttentionStack(tiny_config((0, 4, 128)))
+    config = stack.config
+    blocks = {"swa": 4, "compressed": 4, "c4_state": 4, "c128_state": 4}
+    right = allocate_caches(config, blocks, device=torch.device("cpu"))
+    bind_caches(stack, right)
+    wrong = allocate_caches(config, blocks, device=torch.device("cpu"))
+    with pytest.raises(CacheBindingError, match="attention layer 2"):
+        bind_caches(stack, [*wrong[:2], wrong[0]])
+    bound = [layer.attention.swa_cache for layer in stack.layers]
+    assert all(cache is given.swa_cache for cache, given in zip(bound, right, strict=True))

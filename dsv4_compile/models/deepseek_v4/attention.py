@@ -91,12 +91,7 @@ class DeepseekV4Attention(nn.Module):
         Raises:
             CacheBindingError: they are those of another kind of layer.
         """
-        given = caches.names()
-        if given != self._cache_names:
-            raise CacheBindingError(
-                f"attention layer {self.layer_idx} ({self.kind.name}) needs {', '.join(sorted(self._cache_names))}, "
-                f"and is given {', '.join(sorted(given))}: allocate the caches with the configuration of the model"
-            )
+        self.check_caches(caches)
         self.swa_cache = caches.swa_cache
         self.kv_cache = caches.kv_cache
         if self.compressor is not None and caches.state_cache is not None:
@@ -104,6 +99,15 @@ class DeepseekV4Attention(nn.Module):
         if self.indexer is not None and caches.indexer_k_cache is not None and caches.indexer_state_cache is not None:
             self.indexer.k_cache = caches.indexer_k_cache
             self.indexer.compressor.state_cache = caches.indexer_state_cache
+
+    def check_caches(self, caches: LayerCaches) -> None:
+        """Raise CacheBindingError unless these are the caches of the layer's kind."""
+        given = caches.names()
+        if given != self._cache_names:
+            raise CacheBindingError(
+                f"attention layer {self.layer_idx} ({self.kind.name}) needs {', '.join(sorted(self._cache_names))}, "
+                f"and is given {', '.join(sorted(given))}: allocate the caches with the configuration of the model"
+            )
 
     def forward(self, hidden_states: Tensor, positions: Tensor, step: StepState) -> Tensor:
         """Attend, after writing the caches of this step's tokens.

@@ -147,7 +147,7 @@ def bind_caches(module: nn.Module, caches: Sequence[LayerCaches]) -> None:
             bound caches would cast their fp32 states too.
 
     Raises:
-        CacheBindingError: there is no entry for a layer, or one for another kind of layer.
+        CacheBindingError: there is no entry for a layer, or one for another kind of layer; no layer is bound then.
     """
     from .attention import DeepseekV4Attention
 
@@ -158,6 +158,7 @@ def bind_caches(module: nn.Module, caches: Sequence[LayerCaches]) -> None:
                 f"attention layer {layer.layer_idx} has no entry in caches (length {len(caches)}): allocate the caches "
                 "with the configuration of the model"
             )
+        layer.check_caches(caches[layer.layer_idx])
     for layer in layers:
         layer.bind(caches[layer.layer_idx])
 

@@ -5,7 +5,8 @@ nothing may remember their addresses. `PersistentInputs` (mrv2) refills buffers 
 hands over their leading rows; it marks them static, so that a compiler may rely on the addresses, and it keeps
 the rest of every buffer at the padding value, so that rows left by a longer step are never read.
 
-Sizes of the request dimension never change, and are marked static so that Dynamo does not make them symbolic.
+Copies to a GPU do not wait for it: they are in the order of its stream, and CUDA has read memory that is not pinned when
+the call returns. Sizes of the request dimension never change, and are marked static so that Dynamo does not make them symbolic.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class FreshInputs:
     def make(self, host: Mapping[str, Tensor], num_tokens: int) -> ModelInputs:
         """Pad and move the fields of a step to the device."""
         made = {name: self._pad(host[name], num_tokens, padding) for name, padding in TOKEN_PADDING.items()}
-        made |= {name: host[name].to(self.device) for name in REQUEST_FIELDS}
+        made |= {name: host[name].to(self.device, non_blocking=True) for name in REQUEST_FIELDS}
         return _as_inputs(made)
 
     def _pad(self, rows: Tensor, num_tokens: int, padding: int) -> Tensor:
         padded = torch.full((num_tokens,), padding, dtype=rows.dtype, device=self.device)
-        padded[: len(rows)] = rows
+        padded[: len(rows)].copy_(rows, non_blocking=True)
         return padded
 
 
@@ -70,10 +71,10 @@ class PersistentInputs:
         """Refill the buffers and hand over their leading `num_tokens` rows."""
         for name, padding in TOKEN_PADDING.items():
             used = len(host[name])
-            self._buffers[name][:used] = host[name]
+            self._buffers[name][:used].copy_(host[name], non_blocking=True)
             self._buffers[name][used:] = padding
         for name in REQUEST_FIELDS:
-            self._buffers[name].copy_(host[name])
+            self._buffers[name].copy_(host[name], non_blocking=True)
         made = {name: _leading_rows(self._buffers[name], num_tokens) for name in TOKEN_PADDING}
         made |= {name: self._buffers[name] for name in REQUEST_FIELDS}
         for tensor in made.values():

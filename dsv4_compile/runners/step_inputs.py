@@ -5,8 +5,9 @@ nothing may remember their addresses. `PersistentInputs` (mrv2) refills buffers 
 hands over their leading rows; it marks them static, so that a compiler may rely on the addresses, and it keeps
 the rest of every buffer at the padding value, so that rows left by a longer step are never read.
 
-Copies to a GPU do not wait for it: they are in the order of its stream, and CUDA has read memory that is not pinned when
-the call returns. Sizes of the request dimension never change, and are marked static so that Dynamo does not make them symbolic.
+Copies to a GPU do not wait for it: they are in the order of its stream, and CUDA has read memory that is not pinned
+when the call returns. Sizes of the request dimension never change, and are marked static so that Dynamo does not make
+them symbolic.
 """
 
 from __future__ import annotations

@@ -17,6 +17,18 @@ OWN_NAMESPACES = frozenset(["aten", "prim", "prims", "profiler"])
 ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
 # aten's own undeclared views: they may only be used where the input is not seen again
 UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
+# aten's own undeclared writes, to running statistics; where there is an argument `training`, only if it is True
+_KEEP_STATISTICS = frozenset(
+    [
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_update_stats",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+    ]
+)
+_STATISTICS = frozenset(["running_mean", "running_var"])
 _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"])
 
 
@@ -38,6 +50,12 @@ def bind_arguments(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 @cache
 def _argument_names(func: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
+
+
+def undeclared_writes(func: OpOverload, bound: Mapping[str, Any]) -> frozenset[str]:
+    """Arguments that an op writes although its schema does not say so; torch's batch norms are the only ones known."""
+    keeps = aten_name(func) in _KEEP_STATISTICS and bound.get("training", True)
+    return _STATISTICS if keeps else frozenset()
 
 
 def why_no_graph_holds(func: OpOverload, bound: Mapping[str, Any]) -> str | None:

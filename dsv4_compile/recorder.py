@@ -21,6 +21,7 @@ from .op_facts import (
     aten_name,
     bind_arguments,
     is_allocation,
+    undeclared_writes,
     why_no_graph_holds,
 )
 from .ops.registry import RegisteredOp, find_op
@@ -129,7 +130,9 @@ class EffectsRecorder(TorchDispatchMode):
         name = op_name(func)
         bound = bind_arguments(func, args, kwargs)
         registered = self.record_role(recording, func, bound)
-        for argument, write in _data_arguments(func):
+        undeclared = undeclared_writes(func, bound)
+        for argument, declared in _data_arguments(func):
+            write = declared or argument in undeclared
             is_step_state = registered is not None and argument in registered.step_state
             for tensor in _tensors(bound.get(argument)):
                 access = Access(name, argument, self.storages.number(tensor), write, is_step_state)

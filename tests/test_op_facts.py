@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -45,6 +46,23 @@ X, MASK, ROWS = torch.ones(3), torch.tensor([True, False, True]), torch.tensor([
 )
 def test_what_no_graph_holds(op: Any, args: Any, kwargs: Any, expected: str | None) -> None:
     assert why_no_graph_holds(op, bind_arguments(op, args, kwargs)) == expected
+
+
+@pytest.mark.parametrize("piece_compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_written_though_no_schema_says_so(piece_compiler: str, training: bool) -> None:
+    norm = torch.nn.BatchNorm1d(4).train(training)
+    twin = copy.deepcopy(norm)
+    compiled = compile_host(lambda x: torch.ops.toy.fresh(norm(x)) + norm.running_mean, piece_compiler=piece_compiler)
+    kept = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    dsv4_compile.capture(compiled, lambda n: torch.randn(n, 4), [8])
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in norm.named_buffers())
+    with torch.no_grad():
+        for n in (8, 8, 5, 5, 5, 8):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(compiled(x), torch.ops.toy.fresh(twin(x)) + twin.running_mean)
+            for name, buffer in norm.named_buffers():
+                torch.testing.assert_close(buffer, twin.get_buffer(name))
 
 
 def test_an_op_of_another_namespace_is_none_of_atens() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..compat import OpOverload
 from ..errors import CaptureError
+from ..op_facts import undeclared_writes
 from .aliasing import byte_range, ranges_meet
 from .host_ops import argument_values, is_opaque
 from .host_pool import Block, Lease
@@ -88,9 +89,11 @@ class Launch:
         return str(self.func.name())
 
     def written_operands(self) -> list[Operand]:
-        """What it writes: results, and the arguments that the schema says so of."""
-        given = argument_values(self.func, self.args, self.kwargs)
-        changed = [leaf for argument, value in given if _is_written(argument) for leaf in leaves_of(value)]
+        """What it writes: results, and the arguments that the schema, or what is known of the op, says so of."""
+        given = list(argument_values(self.func, self.args, self.kwargs))
+        undeclared = undeclared_writes(self.func, {argument.name: value for argument, value in given})
+        written = [value for argument, value in given if _is_written(argument) or argument.name in undeclared]
+        changed = [leaf for value in written for leaf in leaves_of(value)]
         return [*(leaf for leaf in changed if isinstance(leaf, Operand)), *self.results]
 
     @property

@@ -126,6 +126,13 @@ def is_module_buffer(placeholder: fx.Node) -> bool:
     return isinstance(getattr(source, "base", None), UnspecializedParamBufferSource)
 
 
+def is_kept_in_module(placeholder: fx.Node) -> bool:
+    """Whether Dynamo reached a graph input through a module, by an attribute, a list, a dict of it."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    kind = getattr(source, "guard_source", None)
+    return kind is not None and bool(kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module())
+
+
 def measures_tensor(placeholder: fx.Node) -> bool:
     """Whether a graph input is a size, stride or offset of a tensor, which Dynamo passes beside it."""
     from torch._dynamo.source import TensorPropertySource

@@ -44,6 +44,8 @@ class GraphInput:
         value: its fake tensor in the trace, or a SymInt; only to be looked at, since each may belong to another mode.
         provenance: of its storage; a size has none and says so.
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
+        promised: static, and by the user's own doing: a parameter, a buffer, or marked. Dynamo takes any other tensor
+            that is kept in a module for static too.
         owned: a parameter, or a buffer of a module; what was captured with it goes when it dies.
         number: a Python float that Dynamo passes as a 0-dim tensor; nothing else can share its memory.
         scalar: what a tensor of one element on the host held when the graph was traced; None for any other input.
@@ -55,6 +57,7 @@ class GraphInput:
     value: Value
     provenance: Provenance
     static: bool
+    promised: bool
     owned: bool
     number: bool
     scalar: float | None

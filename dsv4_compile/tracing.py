@@ -17,6 +17,7 @@ from torch import fx
 from .compat import (
     expr_of,
     is_float_argument,
+    is_kept_in_module,
     is_module_buffer,
     is_static_input,
     is_traceable_wrapper_subclass,
@@ -58,15 +59,18 @@ def draft_graph(
 
 
 def _input(node: fx.Node, example: Any) -> GraphInput:
+    static = isinstance(example, torch.Tensor) and is_static_input(example)
+    owned = isinstance(example, torch.nn.Parameter) or is_module_buffer(node)
     return GraphInput(
         node=node,
         name=_name(node),
         value=node.meta["example_value"],
         provenance=_provenance(example),
-        static=isinstance(example, torch.Tensor) and is_static_input(example),
+        static=static,
+        promised=owned or (static and not is_kept_in_module(node)),
         number=is_float_argument(node),
         scalar=_scalar(example),
-        owned=isinstance(example, torch.nn.Parameter) or is_module_buffer(node),
+        owned=owned,
         measures=measures_tensor(node),
     )
 

@@ -258,8 +258,9 @@ class _Builder:
     def _targets(self, template: str, kind: tuple[str, ...]) -> list[str]:
         names = [name for name in self._names(Tensor) if kind is FILLS or self._has_data(name)]
         names = [name for name in names if 0 not in self.scopes[0][name].stride()]  # no expanded ones
-        if template.startswith("torch."):  # Dynamo breaks the graph at a strided `out`
-            return [name for name in names if self.scopes[0][name].is_contiguous()]
+        if template.startswith("torch."):  # Dynamo breaks the graph at an `out` that is strided, or gets another shape
+            outs = {name: self.scopes[0][name] for name in names}
+            return [name for name, out in outs.items() if out.is_contiguous() and out.numel()]
         if kind is METADATA:
             return [name for name in names if not any(_is_input(name, scope) for scope in self.scopes)]
         return names

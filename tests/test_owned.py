@@ -105,6 +105,40 @@ def test_two_sets_of_parameters_in_a_list_are_told_apart(check: str) -> None:
     assert len(entries()) == 2
 
 
+class Kept(nn.Module):
+    """Has plain tensors, which are no buffers, in an attribute and in a list."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scale = torch.full((4,), value)
+        self.caches = [torch.zeros(8, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.caches[0][: len(x)].copy_(x)
+        return torch.ops.toy.fresh(x * self.scale)
+
+
+@pytest.mark.parametrize("check", ["addresses", "off"])
+@pytest.mark.parametrize("way", ["replaced", "another instance"])
+def test_plain_tensors_of_a_module_are_told_apart(check: str, way: str) -> None:
+    """Dynamo takes them for static, but nobody promised that they stay, whatever `check` says."""
+    model = Kept(2.0)
+    run, x = compile_host(model, check=check), torch.ones(5, 4)
+    call_often(run, x)
+    before = model.caches[0]
+    if way == "replaced":
+        model.scale, model.caches[0] = torch.full((4,), 3.0), torch.zeros(8, 4)
+        other = model
+    else:
+        other = Kept(3.0)
+        run = compile_host(other, check=check)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(run(2 * x), torch.ops.toy.fresh(6 * x))
+    assert torch.equal(other.caches[0][:5], 2 * x)
+    assert torch.equal(before[:5], x)
+
+
 def test_a_program_outlives_a_plain_tensor_of_a_call() -> None:
     """The user may bring another one in each call; the program reads it through a slot."""
     run, x = compile_host(in_a_dict), torch.ones(3, 4)

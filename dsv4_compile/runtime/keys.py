@@ -24,9 +24,9 @@ class KeyReader:
     Args:
         draft: the graph.
         roles: of its inputs.
-        check_addresses: False trusts the caller to keep every static input where it was; instances of a model are
-            then told apart by which parameters and buffers they have. Of a bound input nobody promised that, so its
-            address is always part of the key.
+        check_addresses: False trusts the caller to keep what was promised (`GraphInput.promised`) where it was;
+            instances of a model are then told apart by which parameters and buffers they have. The addresses of other
+            static and bound inputs are always part of the key.
     """
 
     def __init__(self, draft: Draft, roles: Mapping[fx.Node, InputRole], *, check_addresses: bool) -> None:
@@ -34,9 +34,10 @@ class KeyReader:
         self._numbers = [positions[node] for node, role in roles.items() if role is InputRole.NUMBER]
         scalars = (node for node, effects in draft.effects.items() if effects.bucket_scalar)
         self._scalars = [positions[node.all_input_nodes[0]] for node in scalars]
-        addressed = (InputRole.STATIC, InputRole.BOUND) if check_addresses else (InputRole.BOUND,)
-        self._addressed = [positions[node] for node, role in roles.items() if role in addressed]
         self._owned = [positions[i.node] for i in draft.inputs if i.owned]
+        trusted = set() if check_addresses else {i.node for i in draft.inputs if i.promised}
+        in_place = (InputRole.STATIC, InputRole.BOUND)
+        self._addressed = [positions[node] for node, role in roles.items() if role in in_place and node not in trusted]
         self._identified = [] if check_addresses else self._owned
         self._unguarded = [] if GUARDS_STRIDES else self._owned
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST
+from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, may_overlap_itself
 from ..draft import Draft, InputRole, TensorMeta, Unit
 from ..passes.scope_modes import autocast_of
 from .check_replay import CheckedReplay
@@ -106,6 +106,10 @@ def build_program(context: BuildContext, args: Sequence[Any]) -> tuple[Program, 
             builder.write_back()  # what was written before a failure stays written, as in eager
 
 
+def _copy_overlapping(target: Tensor, source: Tensor) -> None:
+    copier(target)(source)
+
+
 class _Builder:
     """The values of the call that builds, and the text of the calls to come."""
 
@@ -154,13 +158,18 @@ class _Builder:
         self._source.line(f"{self._source.name_of(copy, 'stage')}(args[{position}])")
         copy(arg)
         if written_back:
-            self._source.last_line(f"args[{position}].copy_({self._operands[node]})")
+            self._source.last_line(self._copy_back(f"args[{position}]", buffer, self._operands[node]))
             self._staged_writes.append((arg, buffer))
+
+    def _copy_back(self, arg: str, buffer: Tensor, operand: str) -> str:
+        if not may_overlap_itself(buffer):
+            return f"{arg}.copy_({operand})"
+        return f"{self._source.name_of(_copy_overlapping, 'copy')}({arg}, {operand})"
 
     def write_back(self) -> None:
         """Give the caller's tensors what was written to their staged copies."""
         for arg, buffer in self._staged_writes:
-            arg.copy_(buffer)
+            copier(arg)(buffer)
 
     def _own_buffer(self, node: fx.Node) -> Tensor:
         meta = self._meta(node)

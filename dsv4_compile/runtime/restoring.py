@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat import may_overlap_itself
 from ..draft import Draft
 from ..reasons import graph_device
 from .engine import real_device
+from .workspace import extent_of
 
 
 @dataclass(slots=True)
@@ -72,11 +74,12 @@ def restoring_calls() -> Iterator[Restoring]:
 def restored_inputs(draft: Draft, args: Sequence[Any]) -> Iterator[None]:
     """Put back, at the end of the block, every argument that the graph writes."""
     written = draft.written()
-    kept = [
-        (arg, arg.clone())
+    changing = [
+        extent_of(arg) if may_overlap_itself(arg) else arg
         for graph_input, arg in zip(draft.inputs, args, strict=True)
         if isinstance(arg, Tensor) and draft.storage_of(graph_input.node) in written
     ]
+    kept = [(tensor, tensor.clone()) for tensor in changing]
     if _current.block is not None:
         _current.block.calls += 1
         _current.block.save_random_state(graph_device(draft))

@@ -154,9 +154,13 @@ def copier(target: Tensor) -> Callable[[Tensor], object]:
 
 
 def _copy_extent(target: Tensor, source: Tensor) -> None:
-    reach = sum((size - 1) * stride for size, stride in zip(target.size(), target.stride(), strict=True))
-    if target.numel():
-        target.as_strided((reach + 1,), (1,)).copy_(source.as_strided((reach + 1,), (1,)))
+    extent_of(target).copy_(extent_of(source))
+
+
+def extent_of(tensor: Tensor) -> Tensor:
+    """The memory from a tensor's first element to its last, as it lies."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.as_strided((reach + 1 if tensor.numel() else 0,), (1,))
 
 
 class Arenas:

@@ -191,7 +191,7 @@ def _why_tied(draft: Draft, piece: Unit, parts: Sequence[Unit]) -> str | None:
 
 def _why_uncompiled(draft: Draft, unit: Unit) -> str | None:
     opaque = next(filter(None, (why_opaque(draft, node) for node in unit.body)), None)
-    checks = (_why_useless, _why_entangled, _why_layered, _why_outside)
+    checks = (_why_useless, _why_lazy, _why_entangled, _why_layered, _why_outside)
     return opaque or next(filter(None, (check(draft, unit) for check in checks)), None)
 
 
@@ -200,6 +200,15 @@ def _why_useless(draft: Draft, unit: Unit) -> str | None:
     taken = {draft.storage_of(node) for node in unit.inputs}
     is_used = bool(unit.outputs) or any(draft.effects[node].writes & taken for node in unit.nodes)
     return None if is_used else "nothing takes its results"
+
+
+def _why_lazy(draft: Draft, unit: Unit) -> str | None:
+    """It takes an input of the graph that is conjugated or negated when it is read, of which stand-ins show nothing."""
+    for graph_input in draft.inputs:
+        value = graph_input.value
+        if graph_input.node in unit.inputs and isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+            return f"{graph_input.name} is conjugated or negated when it is read"
+    return None
 
 
 def _why_entangled(draft: Draft, unit: Unit) -> str | None:

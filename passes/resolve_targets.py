@@ -39,6 +39,8 @@ def resolve_targets(draft: Draft) -> Draft:
             _call_overload(node)
         if (view := _view_target(node)) is not None:
             _make_view(node, view)
+        if node.op == "call_method" and node.target == "detach_":
+            _drop_detach(node)
     return draft
 
 
@@ -49,6 +51,12 @@ def _refuse_transform(node: fx.Node) -> None:
             f"{node.name} belongs to a torch.func transform ({where(node)}), whose levels span several nodes and "
             "cannot be cut into pieces: call the transform from inside of a registered split op"
         )
+
+
+def _drop_detach(node: fx.Node) -> None:
+    """It returns its very argument, and there is no grad to cut off; torch refuses it of a view, which that may be."""
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
 
 
 def _is_op(target: Any) -> bool:
@@ -74,6 +82,8 @@ def _example(node: fx.Node) -> Any:
 def _view_target(node: fx.Node) -> Any:
     """For a call that changes the shape of its argument in place: the target that returns a view of that shape."""
     if node.op == "call_method":
+        if node.target == "set_":
+            raise UnsupportedInputError(f"set_ changes a tensor's memory in place ({where(node)}); use copy_")
         return _METADATA_METHODS.get(str(node.target))
     if not isinstance(node.target, OpOverload) or torch.Tag.inplace_view not in node.target.tags:
         return None

@@ -180,6 +180,17 @@ def test_arguments_in_the_wrong_order_are_refused() -> None:
         dsv4_compile.capture(None, lambda n: (), [4])  # type: ignore[arg-type]
 
 
+def test_a_size_that_is_that_of_another_dim_is_captured_where_it_is_served() -> None:
+    """Dynamo takes equal sizes for one at first; the graph of the sizes to come then serves that size as well."""
+    model = nn.Linear(64, 64, bias=False)
+    run = torch.compile(model, backend="dsv4_piecewise", dynamic=True)
+    dsv4_compile.capture(run, lambda n: torch.randn(n, 64), [64, 32, 16])
+    with torch.no_grad(), dsv4_compile.counters.expect(graphs_compiled=0, captures=0, uncaptured_calls=0, replays=3):
+        for n in (64, 32, 16):
+            x = torch.randn(n, 64)
+            torch.testing.assert_close(run(x), model(x))
+
+
 def test_a_failing_dummy_call_is_undone_too() -> None:
     model, run = compiled("host")
     with pytest.raises(RuntimeError, match="size"):

@@ -125,3 +125,29 @@ def test_layers_with_equal_floats_and_slices_of_one_cache_are_the_same(scales: t
     model = nn.Sequential(*(Scaled(scale, rows) for scale, rows in zip(scales, cache, strict=True)))
     plan = explain(model, torch.zeros(5, 4))
     assert sum(unit.copy_of is not None for unit in plan.pieces) == copies
+
+
+def conjugated() -> Tensor:
+    return torch.randn(4, 4, dtype=torch.complex64).conj()
+
+
+LAZY = {
+    "conjugated": (conjugated, lambda z: z.real.contiguous() * 2),
+    "negated": (lambda: conjugated().imag, lambda z: z.exp() + 1),
+    "negated and written": (lambda: conjugated().imag, lambda z: z.add_(1).clone()),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_part_that_takes_what_is_conjugated_when_read_is_left_alone(compiler: str, name: str) -> None:
+    make, function = LAZY[name]
+    plan = explain(function, make(), piece_compiler=compiler)
+    assert any("conjugated or negated when it is read" in str(part.uncompiled) for part in plan.pieces[0].parts)
+    options = {**COMPILED, "piece_compiler": compiler}
+    compiled = torch.compile(function, backend="dsv4_piecewise", dynamic=True, options=options)
+    with torch.no_grad():
+        for _ in range(4):
+            given = make()
+            expected = function(given.clone())
+            torch.testing.assert_close(compiled(given), expected)

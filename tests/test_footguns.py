@@ -92,6 +92,13 @@ def results_that_share_memory(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return whole, toy.fresh(whole)
 
 
+def detached_in_place(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    h = (x * 2).unsqueeze_(0)
+    same = h.detach_()
+    g = toy.fresh(same.squeeze_(0))
+    return g, same, h
+
+
 def lists_in_tuples(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     one, (two, three) = odd.list_in_tuple(x)
     g = toy.fresh(two)
@@ -229,6 +236,7 @@ AGREE = (
     view_from_a_checkpoint,
     base_and_view_from_a_checkpoint,
     results_that_share_memory,
+    detached_in_place,
     lists_in_tuples,
     unsafe_chunks,
     chunk_as_output,

@@ -157,6 +157,15 @@ def refuses(fn: Callable[..., Any], error: type[Dsv4Error], message: str) -> Non
             refused(torch.randn(5, 4), torch.randn(5, 4))
 
 
+def test_memory_that_is_swapped_in_place() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        memory = torch.zeros(len(x), 4)
+        memory.set_(toy.fresh(x))
+        return memory
+
+    refuses(fn, UnsupportedInputError, "set_ changes a tensor's memory in place .*; use copy_")
+
+
 def test_transforms_of_functions() -> None:
     refuses(
         lambda x, y: toy.fresh(torch.func.vmap(lambda row: row * 2 + row.sum())(x)),

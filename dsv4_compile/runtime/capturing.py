@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..counting import counters
 from ..progress import progress_bar
 
 
@@ -41,16 +42,25 @@ def capture(
     _check_callable("inputs_for", inputs_for)
     in_order = sorted(_checked(sizes), reverse=True)
     with torch.no_grad(), restoring_calls() as restored, progress_bar(len(in_order), "bucket", progress) as advance:
+        graphs = -1
         for size in in_order:
-            inputs = inputs_for(size)
-            for _ in range(2):  # the first call of a bucket is its warm-up
-                _call(compiled, inputs)
+            _call_twice(compiled, inputs_for(size))
             if not restored.calls:
                 raise CaptureError(
                     f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
                     'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
                 )
+            graphs = counters.graphs_compiled if graphs < 0 else graphs
             advance(1)
+        if counters.graphs_compiled != graphs:
+            # a size that happened to be that of another dim was no symbol of its own: a later graph serves it too
+            for size in in_order:
+                _call_twice(compiled, inputs_for(size))
+
+
+def _call_twice(compiled: Callable[..., Any], inputs: Any) -> None:
+    for _ in range(2):  # the first call of a bucket is its warm-up
+        _call(compiled, inputs)
 
 
 def _check_callable(argument: str, value: object) -> None:

@@ -70,7 +70,7 @@ def why_no_graph_holds(func: OpOverload, bound: Mapping[str, Any]) -> str | None
         return "indexes with a mask, so its work depends on data" if _has_mask(bound.get("indices")) else None
     if aten_name(func) == "repeat_interleave" and bound.get("output_size") is not None:
         return None
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in func.tags or aten_name(func) == "_linalg_check_errors":
         return "reads a value back to the host"
     if torch.Tag.dynamic_output_shape in func.tags:
         return "returns a tensor whose size depends on data"

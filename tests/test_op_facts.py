@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import compile_host
+from runtime_helpers import call_often, compile_host
 from torch import Tensor
 
 import dsv4_compile
+from dsv4_compile.errors import CaptureError
 from dsv4_compile.op_facts import aten_name, bind_arguments, is_allocation, why_no_graph_holds
 from dsv4_compile.reasons import _are_apart
 
@@ -63,6 +64,33 @@ def test_running_statistics_are_written_though_no_schema_says_so(piece_compiler:
             torch.testing.assert_close(compiled(x), torch.ops.toy.fresh(twin(x)) + twin.running_mean)
             for name, buffer in norm.named_buffers():
                 torch.testing.assert_close(buffer, twin.get_buffer(name))
+
+
+@pytest.mark.parametrize("piece_compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [torch.linalg.inv, torch.linalg.cholesky, lambda a: torch.linalg.solve(a, a)])
+def test_an_op_that_looks_whether_it_worked_is_eager(piece_compiler: str, function: Any) -> None:
+    def model(x: Tensor) -> Tensor:
+        return function(x + torch.eye(4)) * 2
+
+    plan = dsv4_compile.explain(model, torch.zeros(4, 4))
+    ((op,),) = [region.ops for region in plan.regions]
+    assert op.reason == "aten::_linalg_check_errors.default reads a value back to the host"
+    compiled = compile_host(model, piece_compiler=piece_compiler)
+    for _ in range(4):
+        x = 0.1 * torch.randn(4, 4)
+        x = x @ x.t()
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_an_op_that_looks_at_its_arguments_on_a_cpu_can_be_a_split_op() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(x, 4) * 2
+
+    x = torch.tensor([1, 0, 3, 2])
+    with pytest.raises(CaptureError, match="reads a value back to the host"):
+        call_often(compile_host(model), x)
+    torch._dynamo.reset()
+    assert torch.equal(call_often(compile_host(model, split_ops=["aten::one_hot"]), x), model(x))
 
 
 def test_an_op_of_another_namespace_is_none_of_atens() -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from ..compat import (
+    READERS_ON_CPU,
     HigherOrderOperator,
     OpOverload,
     data_dependent_errors,
@@ -169,6 +170,7 @@ class _EffectsInterpreter(fx.Interpreter):
         try:
             with self.recorder.node(n) as recording, autocast_scopes(n):
                 value = super().run_node(n)
+            self._note_reads_on_cpu(n, recording)
             self._record_whole_ops(n, recording)
             return value, recording.effects(value)
         except data_dependent_errors():
@@ -181,6 +183,11 @@ class _EffectsInterpreter(fx.Interpreter):
                 raise
             # some run under Dynamo's own modes only, such as while_loop
             return self._known(traced), self._opaque(n)
+
+    def _note_reads_on_cpu(self, n: fx.Node, recording: Recording) -> None:
+        if n.target in READERS_ON_CPU and any(self.env[arg].is_cpu for arg in _tensors_of(n, self.env)):
+            name = getattr(n.target, "__name__", n.target)
+            recording.uncapturable = recording.uncapturable or f"{name} reads a value back to the host"
 
     def _record_whole_ops(self, n: fx.Node, recording: Recording) -> None:
         """A role belongs to an op as it is called, but the recorder has seen the parts of a composite one."""
@@ -221,8 +228,7 @@ class _EffectsInterpreter(fx.Interpreter):
         return Effects(reads=storages, writes=storages, barrier=reason, uncapturable=reason)
 
     def _read_off_data(self, n: fx.Node) -> Effects:
-        tensors = [self.env[arg] for arg in n.all_input_nodes if isinstance(self.env[arg], torch.Tensor)]
-        reads = frozenset(self.recorder.storages.number(tensor) for tensor in tensors)
+        reads = frozenset(self.recorder.storages.number(self.env[arg]) for arg in _tensors_of(n, self.env))
         name = getattr(n.target, "__name__", n.target)
         if n.meta.get("unbacked_bindings") and not isinstance(n.meta["example_value"], _SYMBOLIC):
             return Effects(reads=reads, uncapturable=f"{name} returns a tensor whose size depends on data")
@@ -230,6 +236,10 @@ class _EffectsInterpreter(fx.Interpreter):
         return Effects(
             reads=reads, uncapturable=f"{name} reads a value back to the host", bucket_scalar=is_scalar_input
         )
+
+
+def _tensors_of(n: fx.Node, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    return [arg for arg in n.all_input_nodes if isinstance(env[arg], torch.Tensor)]
 
 
 def _like(traced: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ def resolve_targets(draft: Draft) -> Draft:
     """Rewrite the targets of all op calls, and the in-place metadata methods."""
     for node in list(draft.gm.graph.nodes):
         _refuse_transform(node)
+        _refuse_other_memory(node)
         if node.op == "call_function" and _is_op(node.target):
             _call_overload(node)
         if (view := _view_target(node)) is not None:
@@ -50,6 +51,16 @@ def _refuse_transform(node: fx.Node) -> None:
         raise UnsupportedTransformError(
             f"{node.name} belongs to a torch.func transform ({where(node)}), whose levels span several nodes and "
             "cannot be cut into pieces: call the transform from inside of a registered split op"
+        )
+
+
+def _refuse_other_memory(node: fx.Node) -> None:
+    """`t.set_(y)`, and `x.data = y` for the caller's own x: a replay cannot repeat them."""
+    is_callers = node.target is torch.Tensor.set_ and node.all_input_nodes[0].op == "placeholder"
+    if is_callers or (node.op == "call_method" and node.target == "set_"):
+        raise UnsupportedInputError(
+            f"{node.all_input_nodes[0].name} gets other memory in place ({where(node)}), which a replay cannot repeat; "
+            "use copy_"
         )
 
 
@@ -82,8 +93,6 @@ def _example(node: fx.Node) -> Any:
 def _view_target(node: fx.Node) -> Any:
     """For a call that changes the shape of its argument in place: the target that returns a view of that shape."""
     if node.op == "call_method":
-        if node.target == "set_":
-            raise UnsupportedInputError(f"set_ changes a tensor's memory in place ({where(node)}); use copy_")
         return _METADATA_METHODS.get(str(node.target))
     if not isinstance(node.target, OpOverload) or torch.Tag.inplace_view not in node.target.tags:
         return None

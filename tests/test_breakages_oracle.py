@@ -12,7 +12,7 @@ from program_oracle import snapshot
 from test_breakages import DEPENDENCES, PASSES, forget, in_context, prepared, run
 from torch import Tensor
 
-from dsv4_compile import passes, recorder
+from dsv4_compile import op_facts, passes, recorder
 from dsv4_compile.draft import Draft
 
 toy = torch.ops.toy
@@ -96,7 +96,7 @@ RULES: dict[str, tuple[Any, str, Any, Callable[..., Any], str]] = {
     ),
     "what a graph cannot hold is eager": (
         recorder,
-        "_why_not_capturable",
+        "why_no_graph_holds",
         lambda *_: None,
         masked,
         r"\['setitem'\] is eager and should not be, or the reverse",
@@ -109,9 +109,9 @@ RULES: dict[str, tuple[Any, str, Any, Callable[..., Any], str]] = {
         "some op runs twice, or not at all",
     ),
     "only allocations are free": (
-        recorder,
-        "_ALLOCATIONS",
-        recorder._ALLOCATIONS | {"zeros_like"},
+        op_facts,
+        "ALLOCATIONS",
+        op_facts.ALLOCATIONS | {"zeros_like"},
         zeroed,
         "a node is lost or doubled",
     ),

@@ -21,7 +21,7 @@ from torch.library import Library
 changed, uncut = sys.argv[1:]
 if uncut == "uncut":
     import dsv4_compile.reasons
-    dsv4_compile.reasons._OWN_NAMESPACES += ("cached",)
+    dsv4_compile.reasons.OWN_NAMESPACES |= {"cached"}
 
 library = Library("cached", "FRAGMENT")
 first, second = ("Tensor(a!)", "Tensor") if changed == "first" else ("Tensor", "Tensor(a!)")

@@ -158,12 +158,17 @@ def refuses(fn: Callable[..., Any], error: type[Dsv4Error], message: str) -> Non
 
 
 def test_memory_that_is_swapped_in_place() -> None:
-    def fn(x: Tensor, y: Tensor) -> Tensor:
+    def of_a_result(x: Tensor, y: Tensor) -> Tensor:
         memory = torch.zeros(len(x), 4)
         memory.set_(toy.fresh(x))
         return memory
 
-    refuses(fn, UnsupportedInputError, "set_ changes a tensor's memory in place .*; use copy_")
+    def of_an_input(x: Tensor, y: Tensor) -> Tensor:
+        x.data = toy.fresh(y)
+        return x + 1
+
+    for fn in (of_a_result, of_an_input):
+        refuses(fn, UnsupportedInputError, "gets other memory in place .*; use copy_")
 
 
 def test_transforms_of_functions() -> None:

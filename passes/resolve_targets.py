@@ -55,12 +55,13 @@ def _refuse_transform(node: fx.Node) -> None:
 
 
 def _refuse_other_memory(node: fx.Node) -> None:
-    """`t.set_(y)`, and `x.data = y` for the caller's own x: a replay cannot repeat them."""
-    is_callers = node.target is torch.Tensor.set_ and node.all_input_nodes[0].op == "placeholder"
-    if is_callers or (node.op == "call_method" and node.target == "set_"):
+    """`t.set_(y)` and `t.data = y` where somebody outside of the graph sees t: a replay cannot repeat them."""
+    if node.target is not torch.Tensor.set_ and not (node.op == "call_method" and node.target == "set_"):
+        return
+    base = node.all_input_nodes[0]
+    if base.op == "placeholder" or {node, base} & set(node.graph.output_node().all_input_nodes):
         raise UnsupportedInputError(
-            f"{node.all_input_nodes[0].name} gets other memory in place ({where(node)}), which a replay cannot repeat; "
-            "use copy_"
+            f"{base.name} gets other memory in place ({where(node)}), which a replay cannot repeat; use copy_"
         )
 
 

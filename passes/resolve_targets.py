@@ -56,7 +56,9 @@ def _refuse_transform(node: fx.Node) -> None:
 
 def _refuse_other_memory(node: fx.Node) -> None:
     """`t.set_(y)` and `t.data = y` where somebody outside of the graph sees t: a replay cannot repeat them."""
-    if node.target is not torch.Tensor.set_ and not (node.op == "call_method" and node.target == "set_"):
+    # `.data = ` is the first of these up to torch 2.13, and the second from 2.14 on
+    named = getattr(node.target, "_qualified_op_name", None) == "aten::shallow_copy_data_"
+    if not (node.target is torch.Tensor.set_ or named or (node.op == "call_method" and node.target == "set_")):
         return
     base = node.all_input_nodes[0]
     if base.op == "placeholder" or {node, base} & set(node.graph.output_node().all_input_nodes):

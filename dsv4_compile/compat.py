@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 pytree = _pytree
 # Functions whose ops look at their arguments on the host, if these are on a CPU, where no fake shows it.
-READERS_ON_CPU = frozenset([torch._C._nn.one_hot, torch.istft, torch.ops.aten.one_hot.default])
+READERS_ON_CPU = frozenset(
+    [torch._C._nn.one_hot, torch.ops.aten.one_hot.default, torch.istft, torch.ops.aten.istft.default, "istft"]
+)
 # Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast

@@ -95,7 +95,12 @@ def of_a_spectrum(x: Tensor) -> Tensor:
     return torch.istft(torch.stft(signal, 8, window=window, return_complex=True), 8, window=window) * 2
 
 
-@pytest.mark.parametrize("model", [in_words, as_an_op, of_a_spectrum])
+def of_a_spectrum_as_a_method(x: Tensor) -> Tensor:
+    window = torch.ones(8)
+    return torch.stft(torch.arange(40.0) + x.sum(), 8, window=window, return_complex=True).istft(8, window=window) * 2
+
+
+@pytest.mark.parametrize("model", [in_words, as_an_op, of_a_spectrum, of_a_spectrum_as_a_method])
 def test_an_op_that_looks_at_its_arguments_on_a_cpu_is_eager_there(model: Any) -> None:
     x = torch.tensor([1, 0, 3, 2])
     plan = dsv4_compile.explain(model, x)

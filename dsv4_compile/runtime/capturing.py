@@ -42,7 +42,7 @@ def capture(
     _check_callable("inputs_for", inputs_for)
     in_order = sorted(_checked(sizes), reverse=True)
     with torch.no_grad(), restoring_calls() as restored, progress_bar(len(in_order), "bucket", progress) as advance:
-        graphs = -1
+        graphs = 0
         for size in in_order:
             _call_twice(compiled, inputs_for(size))
             if not restored.calls:
@@ -50,9 +50,10 @@ def capture(
                     f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
                     'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
                 )
-            graphs = counters.graphs_compiled if graphs < 0 else graphs
+            if size == in_order[0]:
+                graphs = counters.graphs_compiled
             advance(1)
-        if counters.graphs_compiled != graphs:
+        if in_order and counters.graphs_compiled != graphs:
             # a size that happened to be that of another dim was no symbol of its own: a later graph serves it too
             for size in in_order:
                 _call_twice(compiled, inputs_for(size))

@@ -7,6 +7,7 @@ overload by its own rules, so one is only taken once a dry run has shown that bo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
@@ -63,11 +64,8 @@ class _DryRun(TorchDispatchMode):
     @classmethod
     def first_call(cls, call: Callable[[], Any]) -> Any:
         mode = cls()
-        try:
-            with mode:
-                call()
-        except _ReachedError:
-            pass
+        with suppress(_ReachedError), mode:
+            call()
         return mode.call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,6 +24,7 @@ from ..draft import Draft, TensorMeta, Unit
 from ..inspect.artifacts import log
 from ..lane_schedule import START
 from ..piece_compilers import CompiledPart, same_number
+from ..plan_text import counted
 from ..reasons import is_custom
 from .aliasing import Aliasing
 from .capture_state import Lanes, current_lanes
@@ -235,7 +236,7 @@ class Pieces:
         counters.add(uncompiled_pieces=len(names))
         if reason not in self._warned:
             self._warned.add(reason)
-            log.warning("%d pieces run uncompiled and on one lane in such calls: %s", len(names), reason)
+            log.warning("%s run uncompiled and on one lane in such calls: %s", counted(len(names), "piece"), reason)
         return {**self._best, **{name: self._eager[name] for name in names}}
 
 

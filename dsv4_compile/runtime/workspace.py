@@ -159,8 +159,7 @@ def _copy_extent(target: Tensor, source: Tensor) -> None:
 
 def extent_of(tensor: Tensor) -> Tensor:
     """The memory from a tensor's first element to its last, as it lies."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.as_strided((reach + 1 if tensor.numel() else 0,), (1,))
+    return tensor.as_strided((bytes_needed(tensor.size(), tensor.stride(), 1),), (1,))
 
 
 class Arenas:

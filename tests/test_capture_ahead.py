@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from case_helpers import Pair, rows
+from runtime_helpers import HOST, compile_host
+from test_captured_inputs import accumulate, static
 from torch import Tensor, nn
-from toy_ops import SPLIT
+from toy_ops import SPLIT, Host
 
 import dsv4_compile
+from dsv4_compile import counters
 from dsv4_compile.errors import CaptureError, OptionError
 from dsv4_compile.runtime import restoring
 from dsv4_compile.runtime.restoring import restored_inputs, restoring_calls
+
+toy = torch.ops.toy
 
 
 class Cached(nn.Module):
@@ -196,3 +202,65 @@ def test_a_failing_dummy_call_is_undone_too() -> None:
     with pytest.raises(RuntimeError, match="size"):
         dsv4_compile.capture(run, lambda n: (torch.ones(n, 5), torch.zeros(3)), [4])
     assert model.cache.sum() == 0
+
+
+def test_capture_ahead_leaves_written_inputs_and_randomness_alone() -> None:
+    def f(x: Tensor, cache: Tensor, out: Tensor) -> Tensor:
+        cache[: x.shape[0]].add_(x + torch.rand(4))
+        toy.attn(x, out[: x.shape[0]])
+        return toy.fresh(x) + cache.sum()
+
+    compiled = compile_host(f)
+    cache, out = static(torch.randn(16, 4)), static(torch.randn(16, 4))
+    before = cache.clone(), out.clone(), torch.get_rng_state()
+    dummy = {n: torch.full((n, 4), float("nan")) for n in (5, 6, 7)}
+    with counters.expect(captures=3, uncaptured_calls=3):
+        dsv4_compile.capture(compiled, lambda n: (dummy[n], cache, out), sizes=(6, 5, 7), progress=False)
+    assert torch.equal(cache, before[0])
+    assert torch.equal(out, before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert all(tensor.isnan().all() for tensor in dummy.values())
+    pair = Pair(f, HOST)
+    pair.compiled = compiled
+    with counters.expect(captures=0, uncaptured_calls=0, replays=3):
+        for n in (5, 6, 7):
+            pair(rows(n), cache, out)
+
+
+def test_capture_ahead_without_an_engine_leaves_no_trace_either() -> None:
+    compiled = compile_host(accumulate, engine="off")
+    cache = static(torch.zeros(16, 4))
+    dsv4_compile.capture(compiled, lambda n: (rows(n), cache), sizes=(5, 6), progress=False)
+    assert not cache.any()
+
+
+def test_capture_ahead_goes_from_the_largest_to_the_smallest() -> None:
+    seen = []
+    compiled = compile_host(lambda x: toy.fresh(x) + 1)
+    dsv4_compile.capture(compiled, lambda n: seen.append(n) or {"x": rows(n)}, sizes=[5, 7, 6, 5], progress=False)
+    assert seen == [7, 6, 5]
+
+
+def test_capture_ahead_that_fails_leaves_no_trace_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1)
+        out = torch.empty_like(x)
+        toy.hook(x, out)
+        return out + cache.sum()
+
+    def fail(q: Tensor) -> Tensor:
+        raise KeyError("on purpose")
+
+    compiled = compile_host(f, split_ops=("toy::hook",))
+    cache = static(torch.zeros(4))
+    monkeypatch.setattr(Host, "function", staticmethod(fail))
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="on purpose"):
+        dsv4_compile.capture(compiled, lambda n: (rows(n), cache), sizes=(5,), progress=False)
+    assert not cache.any()
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.undo()
+    with torch.no_grad():
+        for count in range(1, 4):
+            x = rows(5)
+            assert torch.equal(compiled(x, cache), 2 * x + 4 * count)  # writes are kept again

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4_compile.inspect.one_line_parser import OneLineParser
+from dsv4_compile.inspect.arguments import OneLineParser
 
 from . import compile_time, dispatch, import_time, memory, plan_time, region, ttft
 from .machine import describe

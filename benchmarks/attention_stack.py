@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dsv4_compile
+from dsv4_compile.inspect.plan import Plan
 from dsv4_compile.models.deepseek_v4 import (
     AttentionStack,
     CacheGroup,
@@ -18,7 +19,6 @@ from dsv4_compile.models.deepseek_v4 import (
     allocate_caches,
     bind_caches,
 )
-from dsv4_compile.plan import Plan
 
 REQUESTS, BLOCKS = 2, 32
 

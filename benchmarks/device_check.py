@@ -19,24 +19,24 @@ from pathlib import Path
 
 import torch
 
-from dsv4_compile.inspect.one_line_parser import OneLineParser
+from dsv4_compile.inspect.arguments import OneLineParser
 
 from .machine import describe
 from .sections import Setting
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("dispatch", "lanes", "region", "ttft", "memory")
+BENCHMARKS = ("dispatch", "streams", "region", "ttft", "memory")
 
 
 def run_contract_tests() -> bool:
     """The tests that need a GPU: the engine's rules, the same ones that the host engine keeps."""
     # this file alone: collecting all tests takes long, and libraries that a machine with a GPU may not have
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_cuda_engine.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/runtime/engines/cuda/test_engine.py"]
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def run_benchmark(name: str, setting: Setting) -> bool:
-    """Print what a benchmark found, or where it failed: the ones behind it still have something to say."""
+    """Print what a benchmark found, or where it failed: the ones after it still have something to say."""
     torch._dynamo.reset()  # what the benchmark before captured would count as memory of this one
     gc.collect()
     torch.cuda.empty_cache()

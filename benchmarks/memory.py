@@ -2,7 +2,7 @@
 
 Planned bytes are set against the lower bound (the most that is alive at once) and against what it would be if no two
 values shared memory. Allocated bytes are counted at the engine: what it gives out to outlive captures (the arena,
-staging), and what its pools hold for temporaries inside of pieces.
+copying in), and what its pools hold for temporaries inside of pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.runtime.engine import Engine, engine_for
+from dsv4_compile.runtime.engines.base import Engine
+from dsv4_compile.runtime.engines.select import engine_for
 
 from .attention_stack import pattern, plan_of, stack_and_inputs
 from .region import TOKENS
@@ -116,6 +117,8 @@ def run(setting: Setting) -> Section:
             zip(BUCKETS, shared, apart, strict=True), start=1
         )
     )
-    grown = Table(("sizes captured", "the last one", "arena and staging", "shared pool", "pools of each"), tuple(rows))
+    grown = Table(
+        ("sizes captured", "the last one", "arena and copying in", "shared pool", "pools of each"), tuple(rows)
+    )
     parts = (PLANNED.format(tokens=TOKENS), planned_table(depths), BY_BUCKET.format(layers=depths[0]), grown)
     return Section(title="Memory", parts=parts)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from dsv4_compile.backend import plan_graph
 from dsv4_compile.config import Config
-from dsv4_compile.draft import Draft
+from dsv4_compile.graph.partitioned import PartitionedGraph
+from dsv4_compile.graph.traced import TracedGraph
+from dsv4_compile.inspect.make_plan import make_plan
+from dsv4_compile.plan_graph import plan_graph
 
 from .attention_stack import stack_and_inputs
 from .compile_once import TimedBackend, processor_seconds
@@ -36,13 +38,14 @@ def timed_compile(layers: int) -> dict[str, float]:
     def plan(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         last = processor_seconds()
 
-        def observe(stage: str, draft: Draft) -> None:
+        def observe(stage: str, graph: TracedGraph | PartitionedGraph) -> None:
             nonlocal last
             now = processor_seconds()
             seconds[stage] += now - last
             last = now
 
-        plan_graph(gm, example_inputs, Config(), observe)
+        config = Config()
+        make_plan(plan_graph(gm, example_inputs, config, observe), config)
         seconds["make_plan"] = processor_seconds() - last
         return gm.forward
 

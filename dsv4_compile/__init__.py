@@ -7,9 +7,9 @@ with torch and imports neither Dynamo nor Inductor nor transformers.
 from . import ops as ops
 from .counting import Counters as Counters
 from .counting import counters as counters
-from .inspect.explaining import explain as explain
+from .inspect.explain import explain as explain
 from .ops.registry import register_op as register_op
-from .runtime.capture_state import is_capturing as is_capturing
-from .runtime.capturing import capture as capture
+from .runtime.capture import capture as capture
+from .runtime.engines.capture_state import is_capturing as is_capturing
 
 __version__ = "0.1.0"

@@ -6,7 +6,6 @@ the `Literal` types below, so that they are written once.
 
 from __future__ import annotations
 
-import difflib
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,24 @@ from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
 from .ops.registry import check_op_name
 
 Runner = Literal["auto", "mrv1", "mrv2"]
+
+
 Region = Literal["runner", "narrow", "wide", "minimal"]
+
+
 Engine = Literal["auto", "cuda", "host", "off"]
+
+
 PieceCompiler = Literal["auto", "inductor", "aot_eager", "eager"]
+
+
 Check = Literal["addresses", "full", "off"]
+
+
 Pool = Literal["shared", "bucket"]
 
 
@@ -90,7 +99,7 @@ class Config:
         return "inductor" if device == "cuda" else "eager"
 
     def resolved_aux_streams(self, device: str) -> int:
-        """How many side lanes a piece may use on a device type: "auto" is 3 on CUDA, and none on ROCm or the host."""
+        """How many side streams a piece may use on a device type: "auto" is 3 on CUDA, and none on ROCm or the host."""
         if self.aux_streams != "auto":
             return self.aux_streams
         return 3 if device == "cuda" and not torch.version.hip else 0
@@ -108,12 +117,6 @@ class Config:
         if self.region != "runner":
             return self.region
         return "wide" if self.resolved_runner == "mrv1" else "narrow"
-
-
-def did_you_mean(word: object, valid: Sequence[str]) -> str:
-    """How to go on after "unknown NAME": the closest valid word as a question, or a full stop."""
-    close = difflib.get_close_matches(word, valid, n=1) if isinstance(word, str) else []
-    return f": did you mean {close[0]!r}?" if close else "."
 
 
 def runner_reason(config: Config) -> str:
@@ -135,14 +138,14 @@ def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
     return check
 
 
-def _is_whole(value: object, least: int) -> TypeGuard[int]:
+def _is_integer(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _whole_number(least: int) -> Callable[[str, Any], int]:
+def _integer(least: int) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
-        if not _is_whole(value, least):
-            raise OptionError(f"option {name}={value!r} must be a whole number of at least {least}")
+        if not _is_integer(value, least):
+            raise OptionError(f"option {name}={value!r} must be an integer of at least {least}")
         return value
 
     return check
@@ -175,8 +178,8 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
             'or set engine="off" to capture none'
         )
     for size in value:
-        if not _is_whole(size, 1):  # nor 0: a batch of no tokens has nothing to capture
-            raise OptionError(f"option {name} has {size!r}; a token count is a whole number of at least 1")
+        if not _is_integer(size, 1):  # nor 0: a batch of no tokens has nothing to capture
+            raise OptionError(f"option {name} has {size!r}; a token count is an integer of at least 1")
     return tuple(sorted(set(value)))
 
 
@@ -185,7 +188,7 @@ def _piece_compiler(name: str, value: Any) -> Any:
 
 
 def _aux_streams(name: str, value: Any) -> Any:
-    return value if _is_whole(value, 0) else _one_of(Literal["auto"], " or a whole number of at least 0")(name, value)
+    return value if _is_integer(value, 0) else _one_of(Literal["auto"], " or an integer of at least 0")(name, value)
 
 
 def _folder(name: str, value: Any) -> str:
@@ -201,13 +204,13 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "split_ops": _op_names,
     "engine": _one_of(Engine),
     "capture_sizes": _optional(_sizes),
-    "max_captures": _whole_number(1),
+    "max_captures": _integer(1),
     "piece_compiler": _piece_compiler,
     "check": _one_of(Check),
     "static_outputs": _flag,
-    "max_tokens": _optional(_whole_number(1)),
+    "max_tokens": _optional(_integer(1)),
     "pool": _one_of(Pool),
     "aux_streams": _aux_streams,
-    "aux_stream_max_tokens": _whole_number(0),
+    "aux_stream_max_tokens": _integer(0),
     "dump_dir": _optional(_folder),
 }

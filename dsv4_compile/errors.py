@@ -7,6 +7,9 @@ imports Dynamo, so modules that must stay cheap to import raise through a local 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 from torch._dynamo.exc import ShortenTraceback
 
 
@@ -24,6 +27,10 @@ class UnknownOpError(Dsv4Error):
 
 class OptionError(Dsv4Error):
     """An option of the backend is unknown, or has the wrong type or value."""
+
+
+class ArgumentError(Dsv4Error):
+    """A function of this package, such as `register_op` or `capture`, was called with an argument it does not take."""
 
 
 class TrainingError(Dsv4Error):
@@ -75,7 +82,7 @@ class CacheBindingError(Dsv4Error):
 
 
 class CaptureError(Dsv4Error):
-    """A captured graph cannot hold what a piece does, captures are nested, or a released recording was replayed."""
+    """A captured graph cannot hold what a piece does, captures are nested, or a released graph was replayed."""
 
 
 class PieceCompileError(Dsv4Error):
@@ -90,5 +97,11 @@ class ReplayMismatchError(Dsv4Error):
     """With `check="full"`: the replay of a piece differs from running it uncaptured."""
 
 
-class LaneRaceError(Dsv4Error):
-    """Two conflicting accesses on two lanes are unordered, or a lane is not forked, not joined, or waits in vain."""
+class StreamRaceError(Dsv4Error):
+    """Two conflicting accesses on two streams are unordered, or one is not forked, not joined, or waits in vain."""
+
+
+def did_you_mean(word: object, valid: Sequence[str]) -> str:
+    """How to go on after "unknown NAME": the closest valid word as a question, or a full stop."""
+    close = difflib.get_close_matches(word, valid, n=1) if isinstance(word, str) else []
+    return f": did you mean {close[0]!r}?" if close else "."

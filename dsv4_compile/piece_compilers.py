@@ -1,17 +1,17 @@
-"""What compiles the parts of pieces: one small record per compiler, and the call that makes a part's function.
+"""What compiles the subgraphs of pieces: one small record per compiler, and the call that makes a subgraph's function.
 
 A compiler takes a graph and its inputs, fakes and SymInts, as a Dynamo backend does, and returns what runs it. The
-graph holds nothing but torch's own ops (see `passes/cut_pieces.py`); weights are inputs, so equal parts share a
+graph holds nothing but torch's own ops (see `passes/cut_subgraphs.py`); weights are inputs, so equal subgraphs share a
 function; float arguments are constants in it.
 
-| compiler | graph it gets | how a recording sees what it makes |
+| compiler | graph it gets | how a captured graph sees what it makes |
 |---|---|---|
 | inductor | ends in copies of what leaves the piece to its last arguments, the slots: the stores fuse | one launch |
 | aot_eager | returns all results | op by op |
 | a callable | returns all results | one launch |
 
 Slots have the strides of the plan, so whatever layout a compiler likes inside, what crosses has the planned one. What
-only other parts of the piece take is returned, since a bare matrix product would need a kernel more to copy it.
+only other subgraphs of the piece take is returned, since a bare matrix product would need a kernel more to copy it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .compat import compile_with_aot_eager, compile_with_inductor, fake_like, trace_fakes, tracing_apart
+from .compat.dynamo import fake_like, trace_fakes
+from .compat.inductor import compile_with_aot_eager, compile_with_inductor, isolated_tracing
 from .config import Config
-from .draft import Draft, Part, TensorMeta, Unit
 from .errors import Dsv4Error, PieceCompileError
-from .reasons import graph_device
-from .userlines import where
+from .graph.mode_scopes import is_mode_switch
+from .graph.partitioned import PartitionedGraph, Subgraph, Unit
+from .graph.source_lines import where
+from .graph.traced import TensorMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +53,14 @@ class PieceCompiler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledPart:
-    """A part's function and what it was compiled for.
+class CompiledSubgraph:
+    """A subgraph's function and what it was compiled for.
 
     Attributes:
         function: takes the inputs but for the numbers, then the constants, then the slots that it fills.
         compiler: who made it.
         constants: tensors of the graph.
-        numbers: places of the inputs that are host scalars; their values are constants of the function.
+        numbers: indices of the inputs that are host scalars; their values are constants of the function.
         filled: for each output, whether the function copies it to a slot; it returns the others.
     """
 
@@ -74,12 +76,36 @@ class CompiledPart:
 
     def without_numbers(self, inputs: Sequence[Any]) -> list[Any]:
         """Whatever there is for each input, but for those that are constants of the function."""
-        return [value for place, value in enumerate(inputs) if place not in self.numbers]
+        return [value for index, value in enumerate(inputs) if index not in self.numbers]
 
 
-def piece_compiler_for(config: Config, draft: Draft) -> PieceCompiler | None:
+Functions = Mapping[str, tuple[CompiledSubgraph | None, ...]]
+
+
+def compile_pieces(graph: PartitionedGraph, config: Config) -> Functions:
+    """The functions of the subgraphs of each piece that has subgraphs; None for a subgraph that runs as it is.
+
+    Args:
+        graph: the planned graph.
+        config: the options.
+
+    Raises:
+        PieceCompileError: the compiler failed on a subgraph.
+    """
+    compiler = piece_compiler_for(config, graph)
+    compiled: dict[str, CompiledSubgraph] = {}
+    for subgraph in (subgraph for subgraphs in graph.subgraphs.values() for subgraph in subgraphs):
+        if compiler is not None and subgraph.uncompiled is None and subgraph.duplicate_of is None:
+            compiled[subgraph.unit.name] = compile_subgraph(graph, subgraph, compiler)
+    return {
+        name: tuple(compiled.get(subgraph.duplicate_of or subgraph.unit.name) for subgraph in subgraphs)
+        for name, subgraphs in graph.subgraphs.items()
+    }
+
+
+def piece_compiler_for(config: Config, graph: PartitionedGraph) -> PieceCompiler | None:
     """The compiler that the options ask for on the device of the graph; None where pieces run as they are."""
-    choice = config.resolved_piece_compiler(graph_device(draft).type)
+    choice = config.resolved_piece_compiler(graph.traced.device.type)
     if choice == "eager":
         return None
     if choice == "inductor":
@@ -90,23 +116,23 @@ def piece_compiler_for(config: Config, draft: Draft) -> PieceCompiler | None:
     return PieceCompiler(name=name, compile=choice, fills_slots=False, opaque=True)
 
 
-def compile_part(draft: Draft, part: Part, compiler: PieceCompiler) -> CompiledPart:
-    """Compile one part; only inside of a backend call, whose size symbols it uses.
+def compile_subgraph(graph: PartitionedGraph, subgraph: Subgraph, compiler: PieceCompiler) -> CompiledSubgraph:
+    """Compile one subgraph; only inside of a backend call, whose size symbols it uses.
 
     Args:
-        draft: the graph.
-        part: the part.
+        graph: the graph.
+        subgraph: the subgraph.
         compiler: who compiles.
 
     Raises:
         PieceCompileError: the compiler failed.
     """
-    unit, numbers = part.unit, draft.scalars()
-    filled = tuple(compiler.fills_slots and leaves for leaves in part.leaving)
-    graph = _GraphForCompiler(draft, unit, numbers, filled)
+    unit, numbers = subgraph.unit, graph.traced.scalars()
+    filled = tuple(compiler.fills_slots and leaves for leaves in subgraph.leaving)
+    source = _GraphForCompiler(graph, unit, numbers, filled)
     try:
-        with tracing_apart():
-            function = compiler.compile(graph.module(), graph.fakes)
+        with isolated_tracing():
+            function = compiler.compile(source.module(), source.fakes)
     except Dsv4Error:
         raise
     except Exception as error:
@@ -117,9 +143,11 @@ def compile_part(draft: Draft, part: Part, compiler: PieceCompiler) -> CompiledP
         ) from error
     if not callable(function):
         raise PieceCompileError(f"{compiler.name} returned {function!r} for {unit.name}: it must return a callable")
-    places = frozenset(place for place, node in enumerate(unit.inputs) if node in numbers)
-    constants = tuple(graph.constants)
-    return CompiledPart(function=function, compiler=compiler, constants=constants, numbers=places, filled=filled)
+    numbers_at = frozenset(index for index, node in enumerate(unit.inputs) if node in numbers)
+    constants = tuple(source.constants)
+    return CompiledSubgraph(
+        function=function, compiler=compiler, constants=constants, numbers=numbers_at, filled=filled
+    )
 
 
 def same_number(first: float, second: float) -> bool:
@@ -130,15 +158,17 @@ def same_number(first: float, second: float) -> bool:
 
 
 class _GraphForCompiler:
-    """A part's graph as its compiler takes it, and fakes of its inputs.
+    """A subgraph's graph as its compiler takes it, and fakes of its inputs.
 
     Inductor edits the graph it is given, so it is always a copy.
     """
 
-    def __init__(self, draft: Draft, unit: Unit, numbers: Mapping[fx.Node, float], filled: Sequence[bool]) -> None:
+    def __init__(
+        self, graph: PartitionedGraph, unit: Unit, numbers: Mapping[fx.Node, float], filled: Sequence[bool]
+    ) -> None:
         self.fakes: list[Any] = []
         self.constants: list[Tensor] = []
-        self._draft = draft
+        self._partitioned = graph
         self._unit = unit
         self._mode = trace_fakes()
         self._graph = fx.Graph()
@@ -155,7 +185,7 @@ class _GraphForCompiler:
             for node, is_filled in zip(unit.outputs, filled, strict=True)
         ]
         for node in source:
-            if node.op not in ("placeholder", "get_attr", "output"):
+            if node.op not in ("placeholder", "get_attr", "output") and not is_mode_switch(node):
                 env[node] = self._graph.node_copy(node, lambda arg: env[arg])
         results = [env[node] for node in unit.gm.graph.output_node().args[0]]  # type: ignore[union-attr, index]
         for slot, result in zip(slots, results, strict=True):
@@ -175,11 +205,11 @@ class _GraphForCompiler:
 
     def _fake_of(self, node: fx.Node) -> Any:
         """Apart from every other, though inputs may share memory in places where that is of no consequence."""
-        meta = self._draft.effects[node].result
+        meta = self._partitioned.traced.effects[node].result
         if isinstance(meta, TensorMeta):
             with self._mode:
                 return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-        return next(graph_input.value for graph_input in self._draft.inputs if graph_input.node is node)
+        return next(graph_input.value for graph_input in self._partitioned.traced.inputs if graph_input.node is node)
 
     def _take_constant(self, node: fx.Node) -> fx.Node:
         value = operator.attrgetter(str(node.target))(self._unit.gm)

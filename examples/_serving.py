@@ -20,9 +20,8 @@ from transformers import AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM
 
 import dsv4_compile
 from dsv4_compile.errors import UnsupportedConfigError
-from dsv4_compile.plan import Plan
-from dsv4_compile.plan_text import counted
-from dsv4_compile.progress import progress_bar
+from dsv4_compile.inspect.plan import Plan
+from dsv4_compile.log import pluralize, progress_bar
 from dsv4_compile.runners import ModelRunner
 
 RATIOS = (0, 4, 128)  # the three kinds of layer, in turn
@@ -131,8 +130,8 @@ def trace_decode_step(runner: ModelRunner, prompts: Sequence[Sequence[int]], pat
 
 def summarise_plan(name: str, plan: Plan) -> Iterator[str]:
     """A few lines: how much is captured, and the eager ops by reason."""
-    captured, eager = (counted(sum(len(unit.ops) for unit in units), "op") for units in (plan.pieces, plan.regions))
-    pieces, regions = counted(len(plan.pieces), "piece"), counted(len(plan.regions), "region")
+    captured, eager = (pluralize(sum(len(unit.ops) for unit in units), "op") for units in (plan.pieces, plan.regions))
+    pieces, regions = pluralize(len(plan.pieces), "piece"), pluralize(len(plan.regions), "region")
     yield f"{name}: {pieces} captured ({captured}), {regions} eager ({eager})"
     ops = [(op.reason, op.name) for unit in plan.regions for op in unit.ops]
     for reason in dict(ops):

@@ -14,7 +14,7 @@ import torch
 from _layer import MAX_TOKENS, make_runner
 
 import dsv4_compile
-from dsv4_compile.inspect.one_line_parser import OneLineParser
+from dsv4_compile.inspect.arguments import OneLineParser
 from dsv4_compile.models.deepseek_v4 import AttentionStack, DeepseekV4Config
 
 BUCKETS = (2, 8, MAX_TOKENS)

@@ -12,7 +12,7 @@ import torch
 from _layer import layer_and_inputs
 
 import dsv4_compile
-from dsv4_compile.inspect.one_line_parser import OneLineParser
+from dsv4_compile.inspect.arguments import OneLineParser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from _layer import layer_and_inputs
+from _picture import draw_plans
 
 import dsv4_compile
 from dsv4_compile.errors import OptionError
-from dsv4_compile.inspect.one_line_parser import OneLineParser
-from dsv4_compile.inspect.picture import draw_plans
-from dsv4_compile.plan import Plan
+from dsv4_compile.inspect.arguments import OneLineParser
+from dsv4_compile.inspect.plan import Plan
 
 COLUMNS = {
     "After: old runner, wide": ("mrv1", "wide"),

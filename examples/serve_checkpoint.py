@@ -38,10 +38,10 @@ from transformers.utils import logging
 
 import dsv4_compile
 from dsv4_compile.errors import Dsv4Error, InvalidRequestError
-from dsv4_compile.inspect.one_line_parser import OneLineParser
+from dsv4_compile.inspect.arguments import OneLineParser
+from dsv4_compile.inspect.plan import Plan
 from dsv4_compile.integrations.transformers import SwappedModel, load_original, swap_attention
-from dsv4_compile.plan import Plan
-from dsv4_compile.plan_text import counted
+from dsv4_compile.log import pluralize
 from dsv4_compile.runners import ModelInputs, ModelRunner, ModelRunnerV1, ModelRunnerV2
 
 RUNNERS: dict[str, type[ModelRunner]] = {"mrv1": ModelRunnerV1, "mrv2": ModelRunnerV2}
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     texts = options.prompt or PROMPTS
     prompts = [tokenizer.encode(text) for text in texts]
     serving = Serving(original, prompts, options.tokens)
-    layers = counted(original.config.num_hidden_layers, "layer")
+    layers = pluralize(original.config.num_hidden_layers, "layer")
     print(f"checkpoint {folder}: {layers}, {original.dtype}, {options.device}", flush=True)
     rows = [serving.eager()]
     configurations = chosen(options.runner, options.region)
@@ -271,7 +271,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def positive(text: str) -> int:
     """An int of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dsv4_compile
 from dsv4_compile.errors import CaptureError
-from dsv4_compile.inspect.one_line_parser import OneLineParser
+from dsv4_compile.inspect.arguments import OneLineParser
 
 LIBRARY = torch.library.Library("my_engine", "DEF")
 LIBRARY.define("attend(Tensor q, Tensor lengths, Tensor(a!) out) -> ()")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ..compat import all_op_names, schemas_of
+from ..compat.dispatch import all_op_names, schemas_of
 
 Role = Literal["split", "prepare", "capture"]
 
@@ -30,7 +30,7 @@ class RegisteredOp:
         step_state: names of the arguments that are step state.
         reads_context: the op reaches step state through a side channel, out of sight of the graph.
         tokens: the argument whose dim 0 is the token count; None: the first tensor argument.
-        weight: how long a call takes beside the estimate for its results and activations: 2 is twice as long.
+        cost: how long a call takes beside the estimate for its results and activations: 2 is twice as long.
     """
 
     name: str
@@ -38,7 +38,7 @@ class RegisteredOp:
     step_state: tuple[str, ...] = ()
     reads_context: bool = False
     tokens: str | None = None
-    weight: float = 1.0
+    cost: float = 1.0
 
 
 _lock = threading.Lock()
@@ -52,7 +52,7 @@ def register_op(
     step_state: Sequence[str] = (),
     reads_context: bool = False,
     tokens: str | None = None,
-    weight: float = 1.0,
+    cost: float = 1.0,
 ) -> None:
     """Give an op a role in later compilations; a second call for the same name replaces the first.
 
@@ -62,25 +62,25 @@ def register_op(
         step_state: argument names that a runner rebuilds or refills each step.
         reads_context: True if the op reads step state from a global or forward context.
         tokens: name of the tensor argument whose dim 0 is the token count.
-        weight: a hint of how long a call takes beside the estimate, which is one kernel that reads and writes the
+        cost: a hint of how long a call takes beside the estimate, which is one kernel that reads and writes the
             call's activations and results once: 2 is twice as long, 0 next to nothing. It only has a part in which
-            branches get a side lane.
+            branches get a side stream.
 
     Raises:
         UnknownOpError: torch knows no such op, or the op has no such argument.
-        OptionError: another role, a weight that is not a finite number of at least 0, `reads_context` that is no
+        ArgumentError: another role, a cost that is not a finite number of at least 0, `reads_context` that is no
             bool, `step_state` that is no list of names, or `tokens` that names no tensor.
     """
     check_op_name(name)
     _refuse(name, "role", role, None if role in get_args(Role) else f"one of {', '.join(get_args(Role))}")
-    _refuse(name, "weight", weight, None if _is_weight(weight) else "a finite number of at least 0")
+    _refuse(name, "cost", cost, None if _is_cost(cost) else "a finite number of at least 0")
     _refuse(name, "reads_context", reads_context, None if isinstance(reads_context, bool) else "True or False")
     step_state = _names(name, step_state)
     _check_arguments(name, step_state if tokens is None else (*step_state, tokens))
     is_tensor = tokens is None or _is_tensor(name, tokens)
     _refuse(name, "tokens", tokens, None if is_tensor else "the name of a tensor argument")
     with _lock:
-        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(weight))
+        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(cost))
 
 
 def snapshot() -> Mapping[str, RegisteredOp]:
@@ -118,10 +118,10 @@ def check_op_name(name: object) -> None:
 
 
 def _refuse(name: str, argument: str, value: object, must_be: str | None) -> None:
-    from ..errors import OptionError
+    from ..errors import ArgumentError
 
     if must_be is not None:
-        raise OptionError(f"register_op({name!r}): {argument} is {value!r}; it must be {must_be}")
+        raise ArgumentError(f"register_op({name!r}): {argument} is {value!r}; it must be {must_be}")
 
 
 def _names(name: str, step_state: object) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _names(name: str, step_state: object) -> tuple[str, ...]:
     return tuple(step_state)  # type: ignore[arg-type]
 
 
-def _is_weight(value: object) -> bool:
+def _is_cost(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 

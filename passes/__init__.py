@@ -1,7 +1,11 @@
 """The passes, in order, and the runner that applies them.
 
-Each takes a `Draft` and returns one; none keeps state between graphs. `run_passes` lints the graph after every
-pass, and shows each stage to an observer (the dump folder, the logs, a test).
+    TracedGraph      --traced passes-->       TracedGraph
+    TracedGraph      --partition_graph-->     PartitionedGraph
+    PartitionedGraph --partitioned passes-->  PartitionedGraph
+
+None keeps state between graphs. `run_passes` lints the graph after every pass, and shows each stage to an observer (the
+dump folder, the logs, a test). `plan_graph.py` runs all of them.
 """
 
 from __future__ import annotations
@@ -12,19 +16,23 @@ if __name__ != "dsv4_compile.passes":
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
+
+from torch import fx
 
 from ..config import Config
-from ..draft import Draft, StandIns
-from .assign_lanes import assign_lanes
+from ..graph.partitioned import PartitionedGraph
+from ..graph.traced import FakeInputs, TracedGraph
+from .assign_streams import assign_streams
 from .check_hazards import check_hazards
 from .check_partition import check_partition
 from .choose_regions import choose_regions
-from .cut_pieces import cut_pieces
+from .cut_subgraphs import cut_subgraphs
 from .decompose_sizes import decompose_sizes
-from .find_copies import find_copies
+from .find_duplicates import find_duplicates
 from .infer_effects import infer_effects
 from .move_nodes import move_nodes
-from .partition_graph import partition_graph
+from .partition_graph import partition_graph as partition_graph
 from .place_getitems import place_getitems
 from .plan_workspace import plan_workspace
 from .rebase_results import rebase_results
@@ -32,13 +40,15 @@ from .relate_offsets import relate_offsets
 from .resolve_targets import resolve_targets
 from .scope_modes import scope_modes
 
-Pass = Callable[[Draft], Draft]
-Observer = Callable[[str, Draft], None]
-MakeStandIns = Callable[[], StandIns]
+TracedPass = Callable[[TracedGraph], TracedGraph]
+PartitionedPass = Callable[[PartitionedGraph], PartitionedGraph]
+Observer = Callable[[str, TracedGraph | PartitionedGraph], None]
+MakeFakeInputs = Callable[[], FakeInputs]
+Graph = TypeVar("Graph", TracedGraph, PartitionedGraph)
 
 
-def pass_order(config: Config, concrete: MakeStandIns, symbolic: MakeStandIns) -> tuple[Pass, ...]:
-    """All passes with their settings bound, in the order in which they run.
+def traced_passes(config: Config, concrete: MakeFakeInputs, symbolic: MakeFakeInputs) -> tuple[TracedPass, ...]:
+    """What runs before the partition, with settings bound, in order.
 
     Args:
         config: the options.
@@ -55,26 +65,35 @@ def pass_order(config: Config, concrete: MakeStandIns, symbolic: MakeStandIns) -
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),
         partial(move_nodes, region=config.resolved_region),
         partial(check_hazards, runner=config.resolved_runner),  # after moves: it judges what will run
-        partition_graph,
-        check_partition,
-        find_copies,
-        partial(assign_lanes, config=config),  # after copies, which run on the lanes of their originals
-        plan_workspace,
-        partial(cut_pieces, config=config),  # after the workspace: what cannot be captured is not compiled either
     )
 
 
-def run_passes(draft: Draft, passes: tuple[Pass, ...], observe: Observer) -> Draft:
-    """Apply the passes one after another; `observe(name, draft)` sees the graph before the first and after each."""
-    observe("dynamo", draft)
+def partitioned_passes(config: Config) -> tuple[PartitionedPass, ...]:
+    """What runs after the partition, with settings bound, in order."""
+    return (
+        check_partition,
+        find_duplicates,
+        partial(assign_streams, config=config),  # after duplicates, which run on the streams of their originals
+        plan_workspace,
+        partial(cut_subgraphs, config=config),  # after the workspace: what cannot be captured is not compiled either
+    )
+
+
+def run_passes(graph: Graph, passes: tuple[Callable[[Graph], Graph], ...], observe: Observer) -> Graph:
+    """Apply passes of one kind one after another; `observe(name, graph)` sees the graph after each."""
     for transform in passes:
-        draft = transform(draft)
-        draft.gm.graph.lint()
-        observe(pass_name(transform), draft)
-    return draft
+        graph = transform(graph)
+        gm_of(graph).graph.lint()
+        observe(pass_name(transform), graph)
+    return graph
 
 
-def pass_name(transform: Pass) -> str:
+def gm_of(graph: TracedGraph | PartitionedGraph) -> fx.GraphModule:
+    """The graph module of a record."""
+    return graph.gm if isinstance(graph, TracedGraph) else graph.traced.gm
+
+
+def pass_name(transform: Callable[..., object]) -> str:
     """The verb_object name of a pass, its settings bound or not."""
     function = transform.func if isinstance(transform, partial) else transform
     return str(function.__name__)

@@ -11,36 +11,36 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ..draft import Draft, Provenance
+from ..analysis.eager_reasons import step_state_name
 from ..errors import HazardError
+from ..graph.source_lines import where
+from ..graph.traced import Provenance, TracedGraph
 from ..ops.registry import find_op
-from ..reasons import step_state_name
-from ..userlines import where
 
 _CURE = 'use region="wide" or "minimal", or runner="mrv2" if the runner keeps its step state in persistent buffers'
 
 
-def check_hazards(draft: Draft, *, runner: str) -> Draft:
-    """Return the draft as it is.
+def check_hazards(traced: TracedGraph, *, runner: str) -> TracedGraph:
+    """Return the traced as it is.
 
     Raises:
         HazardError: a captured node reads what the runner replaces; names op, argument, input and source line.
     """
     if runner == "mrv1":
-        for node in draft.working_nodes():
-            if node not in draft.eager:
-                for hazard in _hazards(draft, node):
+        for node in traced.compute_nodes():
+            if node not in traced.eager:
+                for hazard in _hazards(traced, node):
                     raise HazardError(f"{hazard}, but it would be captured under mrv1, at {where(node)}: {_CURE}")
-    return draft
+    return traced
 
 
-def _hazards(draft: Draft, node: fx.Node) -> Iterator[str]:
-    effects = draft.effects[node]
+def _hazards(traced: TracedGraph, node: fx.Node) -> Iterator[str]:
+    effects = traced.effects[node]
     for access in effects.accesses:
-        if access.step_state or draft.storages.get(access.storage) is Provenance.STEP_STATE:
-            name = step_state_name(draft, access)
+        if access.step_state or traced.storages.get(access.storage) is Provenance.STEP_STATE:
+            name = step_state_name(traced, access)
             yield f"op {access.op} reads the step state {name} through its argument {access.argument!r}"
     for op in effects.ops:
-        registered = find_op(draft.ops, op)
+        registered = find_op(traced.ops, op)
         if registered and registered.reads_context:
             yield f"op {op} reads the step context (registered with reads_context=True)"

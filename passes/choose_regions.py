@@ -17,43 +17,45 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..draft import Draft
-from ..reasons import graph_facts, is_preparation, why_not_capturable, why_reads_step, why_split
+from ..analysis.eager_reasons import graph_facts, is_preparation, why_not_capturable, why_reads_step, why_split
+from ..graph.traced import TracedGraph
 
 BETWEEN = "wide: between preparation and split op"
 NO_SPLIT_OP = "the graph calls no split op: nothing in it is kept eager for attention"
 
 
-def choose_regions(draft: Draft, *, runner: str, region: str) -> Draft:
+def choose_regions(traced: TracedGraph, *, runner: str, region: str) -> TracedGraph:
     """Fill in `eager`: a reason for every node that runs eagerly; note a graph without a split op."""
-    nodes = draft.working_nodes()
-    splits = {node: reason for node in nodes if (reason := why_split(draft, node))}
-    facts = graph_facts(draft)
+    nodes = traced.compute_nodes()
+    splits = {node: reason for node in nodes if (reason := why_split(traced, node))}
+    facts = graph_facts(traced)
     eager = dict(splits)
     readers_are_eager = region == "minimal" and runner == "mrv1"
     for node in nodes:
-        reason = why_not_capturable(draft, node, facts)
+        reason = why_not_capturable(traced, node, facts)
         if reason is None and readers_are_eager:
-            reason = why_reads_step(draft, node)
+            reason = why_reads_step(traced, node)
         if reason is not None:
             eager.setdefault(node, reason)
     if region == "wide":
-        _widen(draft, nodes, splits, eager)
-    return replace(draft, eager=eager, notes=draft.notes if splits else (*draft.notes, NO_SPLIT_OP))
+        _widen(traced, nodes, splits, eager)
+    return replace(traced, eager=eager, notes=traced.notes if splits else (*traced.notes, NO_SPLIT_OP))
 
 
-def _widen(draft: Draft, nodes: Sequence[fx.Node], splits: dict[fx.Node, str], eager: dict[fx.Node, str]) -> None:
+def _widen(
+    traced: TracedGraph, nodes: Sequence[fx.Node], splits: dict[fx.Node, str], eager: dict[fx.Node, str]
+) -> None:
     """Make eager all that lies between the first preparation op of a region and its last split op.
 
-    A preparation op with no split op behind it is a region by itself, and so is a split op with none before it.
+    A preparation op with no split op after it is a region by itself, and so is a split op with none before it.
     """
     start: int | None = None
     last_split: int | None = None
     for index, node in enumerate(nodes):
         if node in splits:
             last_split = index
-        elif is_preparation(draft, node):
-            eager.setdefault(node, why_reads_step(draft, node) or "preparation op")
+        elif is_preparation(traced, node):
+            eager.setdefault(node, why_reads_step(traced, node) or "preparation op")
             if last_split is not None:
                 _fill(nodes, start, last_split, eager)
                 start = last_split = None

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat import build_expr, expr_of
-from ..draft import Draft
+from ..compat.symbols import build_expr, expr_of
+from ..graph.traced import TracedGraph
 
 # What reads sizes and does nothing else; any other node with a number as its value is left to the effects pass.
 _SIZE_METHODS = frozenset(["size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "__len__"])
 _SIZE_FUNCTIONS = frozenset([operator.getitem, len, torch.numel])
 
 
-def decompose_sizes(draft: Draft) -> Draft:
+def decompose_sizes(traced: TracedGraph) -> TracedGraph:
     """Rewrite every node whose value is a size, or a tuple of sizes, read off a tensor or another tuple."""
-    for node in list(draft.gm.graph.nodes):
+    for node in list(traced.gm.graph.nodes):
         value = node.meta.get("example_value")
-        if _reads_sizes(node) and _is_sizes(value) and _is_known(value, draft):
-            _replace(node, value, draft)
-    return draft
+        if _reads_sizes(node) and _is_sizes(value) and _is_known(value, traced):
+            _replace(node, value, traced)
+    return traced
 
 
 def _reads_sizes(node: fx.Node) -> bool:
@@ -49,19 +49,19 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _is_known(value: Any, draft: Draft) -> bool:
+def _is_known(value: Any, traced: TracedGraph) -> bool:
     sizes = value if isinstance(value, (tuple, list)) else (value,)
-    return all(expr_of(size).free_symbols <= draft.symbols.keys() for size in sizes)
+    return all(expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
 
 
-def _replace(node: fx.Node, value: Any, draft: Draft) -> None:
-    graph = draft.gm.graph
+def _replace(node: fx.Node, value: Any, traced: TracedGraph) -> None:
+    graph = traced.gm.graph
     with graph.inserting_before(node):
         if isinstance(value, (tuple, list)):
-            built = tuple(build_expr(expr_of(size), draft.symbols, graph) for size in value)
+            built = tuple(build_expr(expr_of(size), traced.symbols, graph) for size in value)
             result: Any = built
         else:
-            result = build_expr(expr_of(value), draft.symbols, graph)
+            result = build_expr(expr_of(value), traced.symbols, graph)
     for user in list(node.users):
         if user.op == "output" and isinstance(value, torch.Size):
             with graph.inserting_before(node):

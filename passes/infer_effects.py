@@ -8,7 +8,7 @@ storages are touched, and views show by sharing a storage. No later pass guesses
     attn(h, o)           reads 1, writes 3
     v.add_(y)            reads 2, writes 1
 
-Storages get numbers in order of appearance. A number that is read off data is taken from the trace instead of being
+Storages get numbers in order of appearance. A number that is data-dependent is taken from the trace instead of being
 computed again, since running it would mint a new symbol.
 
 Note "concrete run": fakes with symbolic sizes cost five times as much as fakes with the sizes that the trace had, and
@@ -27,24 +27,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat import (
+from ..analysis.effects import EffectsRecorder, NodeEffects, Storages, WholeOps
+from ..compat.dispatch import (
     READERS_ON_CPU,
     HigherOrderOperator,
     OpOverload,
-    data_dependent_errors,
-    expr_of,
     has_composite_kernel,
-    hint_of,
-    is_unbacked,
     python_kernels,
     pytree,
 )
-from ..draft import Draft, Effects, Provenance, StandIns, TensorMeta
+from ..compat.dynamo import data_dependent_errors
+from ..compat.symbols import expr_of, hint_of, is_unbacked
 from ..errors import Dsv4Error, PlanError
-from ..op_facts import bind_arguments
-from ..recorder import EffectsRecorder, Recording, Storages, WholeOps
-from ..userlines import where
-from .scope_modes import autocast_scopes
+from ..graph.mode_scopes import autocast_scopes
+from ..graph.op_properties import bind_arguments
+from ..graph.source_lines import where
+from ..graph.traced import Effects, FakeInputs, Provenance, TensorMeta, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -53,11 +51,13 @@ class _NeedsSymbolsError(Exception):
     """The concrete run cannot tell the symbolic shape of some value."""
 
 
-def infer_effects(draft: Draft, *, concrete: Callable[[], StandIns], symbolic: Callable[[], StandIns]) -> Draft:
+def infer_effects(
+    traced: TracedGraph, *, concrete: Callable[[], FakeInputs], symbolic: Callable[[], FakeInputs]
+) -> TracedGraph:
     """Fill in `effects` for every node and the provenance of every storage.
 
     Args:
-        draft: the normalised graph.
+        traced: the normalised graph.
         concrete: makes fakes of the inputs with the sizes of the trace.
         symbolic: makes fakes of the inputs with symbolic sizes; only asked where the concrete run does not do.
 
@@ -66,33 +66,33 @@ def infer_effects(draft: Draft, *, concrete: Callable[[], StandIns], symbolic: C
         PlanError: a node cannot be run on fake tensors.
     """
     try:
-        return _run(draft, concrete())
+        return _run(traced, concrete())
     except _NeedsSymbolsError:
-        return _run(draft, symbolic())
+        return _run(traced, symbolic())
 
 
-def _run(draft: Draft, stand_ins: StandIns) -> Draft:
+def _run(traced: TracedGraph, fake_inputs: FakeInputs) -> TracedGraph:
     storages = Storages()
-    interpreter = _EffectsInterpreter(draft, EffectsRecorder(draft.ops, storages), stand_ins)
+    interpreter = _EffectsInterpreter(traced, EffectsRecorder(traced.ops, storages), fake_inputs)
     provenance = {
         storages.number(value): graph_input.provenance
-        for graph_input, value in zip(draft.inputs, stand_ins.values, strict=True)
+        for graph_input, value in zip(traced.inputs, fake_inputs.values, strict=True)
         if isinstance(value, torch.Tensor)
     }
     # Composite ops arrive whole in inference mode, where `reshape` would pass for a view although it may copy.
-    with torch.inference_mode(False), torch.no_grad(), stand_ins.mode, _kernels_for(stand_ins):
-        interpreter.run(*stand_ins.values, enable_io_processing=False)
+    with torch.inference_mode(False), torch.no_grad(), fake_inputs.mode, _kernels_for(fake_inputs):
+        interpreter.run(*fake_inputs.values, enable_io_processing=False)
     effects = interpreter.effects
     for constant in interpreter.constants:
         provenance.setdefault(constant, Provenance.CONSTANT)
-    floats = {graph_input.node for graph_input in draft.inputs if graph_input.number}
+    floats = {graph_input.node for graph_input in traced.inputs if graph_input.number}
     _mark(effects, interpreter.recorder.step_state, provenance, floats)
-    return _filled(draft, effects, provenance)
+    return _filled(traced, effects, provenance)
 
 
-def _kernels_for(stand_ins: StandIns) -> AbstractContextManager[None]:
+def _kernels_for(fake_inputs: FakeInputs) -> AbstractContextManager[None]:
     """Some composite ops take symbolic sizes in their Python form alone, such as matmul of 3 dims in torch 2.11."""
-    return nullcontext() if stand_ins.concrete else python_kernels()
+    return nullcontext() if fake_inputs.concrete else python_kernels()
 
 
 def _mark(
@@ -116,29 +116,31 @@ def _mark(
             effects[node] = replace(node_effects, bucket_scalar=False)
 
 
-def _filled(draft: Draft, effects: Mapping[fx.Node, Effects], provenance: Mapping[int, Provenance]) -> Draft:
+def _filled(
+    traced: TracedGraph, effects: Mapping[fx.Node, Effects], provenance: Mapping[int, Provenance]
+) -> TracedGraph:
     inputs = tuple(
         replace(graph_input, provenance=provenance[result.storage])
         if isinstance(result := effects[graph_input.node].result, TensorMeta)
         else graph_input
-        for graph_input in draft.inputs
+        for graph_input in traced.inputs
     )
-    return replace(draft, inputs=inputs, effects=effects, storages=provenance)
+    return replace(traced, inputs=inputs, effects=effects, storages=provenance)
 
 
 class _EffectsInterpreter(fx.Interpreter):
     """Runs each node on fakes under the recorder and keeps its effects."""
 
-    def __init__(self, draft: Draft, recorder: EffectsRecorder, stand_ins: StandIns) -> None:
+    def __init__(self, traced: TracedGraph, recorder: EffectsRecorder, fake_inputs: FakeInputs) -> None:
         # Values stay alive to the end, so that no storage's identity is used twice.
-        super().__init__(draft.gm, garbage_collect_values=False)
+        super().__init__(traced.gm, garbage_collect_values=False)
         self.recorder = recorder
         self.effects: dict[fx.Node, Effects] = {}
         self.constants: set[int] = set()
-        self._stand_ins = stand_ins
-        self._has_composites = any(map(has_composite_kernel, draft.ops))
+        self._fake_inputs = fake_inputs
+        self._has_composites = any(map(has_composite_kernel, traced.ops))
         self._scalar_inputs = {
-            i.node for i in draft.inputs if isinstance(i.value, torch.Tensor) and i.value.dim() == 0 and i.value.is_cpu
+            i.node for i in traced.inputs if isinstance(i.value, torch.Tensor) and i.value.dim() == 0 and i.value.is_cpu
         }
 
     def run_node(self, n: fx.Node) -> Any:
@@ -152,13 +154,13 @@ class _EffectsInterpreter(fx.Interpreter):
 
     def _run_node(self, n: fx.Node) -> Any:
         traced = n.meta.get("example_value")
-        if n.op in ("call_function", "call_method") and _is_read_off_data(n, traced, self.env):
-            value, effects = self._known(traced), self._read_off_data(n)
+        if n.op in ("call_function", "call_method") and _is_data_dependent(n, traced, self.env):
+            value, effects = self._known(traced), self._data_dependent(n)
         elif n.op in ("placeholder", "output"):
             value, effects = super().run_node(n), Effects()
         else:
             value, effects = self._run_op(n, traced)
-        if not self._stand_ins.concrete:
+        if not self._fake_inputs.concrete:
             n.meta["example_value"] = traced = value  # Dynamo's own was changed in place by a later node
         result = self._describe(value, traced)
         if n.op == "get_attr" and isinstance(result, TensorMeta):
@@ -168,14 +170,14 @@ class _EffectsInterpreter(fx.Interpreter):
 
     def _run_op(self, n: fx.Node, traced: Any) -> tuple[Any, Effects]:
         try:
-            with self.recorder.node(n) as recording, autocast_scopes(n):
+            with self.recorder.node(n) as node_effects, autocast_scopes(n):
                 value = super().run_node(n)
-            self._note_reads_on_cpu(n, recording)
-            self._record_whole_ops(n, recording)
-            return value, recording.effects(value)
+            self._note_reads_on_cpu(n, node_effects)
+            self._record_whole_ops(n, node_effects)
+            return value, node_effects.effects(value)
         except data_dependent_errors():
             # an op that unpacks a tensor on the way, such as indexing by a 0-dim tensor
-            return self._known(traced), self._read_off_data(n)
+            return self._known(traced), self._data_dependent(n)
         except (Dsv4Error, _NeedsSymbolsError):
             raise
         except Exception:
@@ -184,23 +186,23 @@ class _EffectsInterpreter(fx.Interpreter):
             # some run under Dynamo's own modes only, such as while_loop
             return self._known(traced), self._opaque(n)
 
-    def _note_reads_on_cpu(self, n: fx.Node, recording: Recording) -> None:
+    def _note_reads_on_cpu(self, n: fx.Node, node_effects: NodeEffects) -> None:
         if n.target in READERS_ON_CPU and any(self.env[arg].is_cpu for arg in _tensors_of(n, self.env)):
             name = getattr(n.target, "__name__", n.target)
-            recording.uncapturable = recording.uncapturable or f"{name} reads a value back to the host"
+            node_effects.uncapturable = node_effects.uncapturable or f"{name} needs a device-to-host sync"
 
-    def _record_whole_ops(self, n: fx.Node, recording: Recording) -> None:
+    def _record_whole_ops(self, n: fx.Node, node_effects: NodeEffects) -> None:
         """A role belongs to an op as it is called, but the recorder has seen the parts of a composite one."""
         if isinstance(n.target, OpOverload):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            self.recorder.record_whole(recording, n.target, bind_arguments(n.target, args, kwargs))
+            self.recorder.record_whole(node_effects, n.target, bind_arguments(n.target, args, kwargs))
         elif self._has_composites and n.op in ("call_function", "call_method"):
-            with torch.inference_mode(), WholeOps(self.recorder, recording):
+            with torch.inference_mode(), WholeOps(self.recorder, node_effects):
                 super().run_node(n)  # once more: on fakes nothing comes of it
 
     def _known(self, traced: Any) -> Any:
         """The value of the trace, as a stand-in of this run."""
-        if self._stand_ins.concrete:
+        if self._fake_inputs.concrete:
             hint = traced.node.hint if isinstance(traced, _SYMBOLIC) else None
             if hint is None:
                 raise _NeedsSymbolsError
@@ -227,15 +229,13 @@ class _EffectsInterpreter(fx.Interpreter):
         reason = f"higher-order op {n.target} decides on the host what it runs"
         return Effects(reads=storages, writes=storages, barrier=reason, uncapturable=reason)
 
-    def _read_off_data(self, n: fx.Node) -> Effects:
+    def _data_dependent(self, n: fx.Node) -> Effects:
         reads = frozenset(self.recorder.storages.number(self.env[arg]) for arg in _tensors_of(n, self.env))
         name = getattr(n.target, "__name__", n.target)
         if n.meta.get("unbacked_bindings") and not isinstance(n.meta["example_value"], _SYMBOLIC):
             return Effects(reads=reads, uncapturable=f"{name} returns a tensor whose size depends on data")
         is_scalar_input = n.target == "item" and n.args[0] in self._scalar_inputs
-        return Effects(
-            reads=reads, uncapturable=f"{name} reads a value back to the host", bucket_scalar=is_scalar_input
-        )
+        return Effects(reads=reads, uncapturable=f"{name} needs a device-to-host sync", bucket_scalar=is_scalar_input)
 
 
 def _tensors_of(n: fx.Node, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
@@ -257,7 +257,7 @@ def _agree(value: torch.Tensor, traced: torch.Tensor) -> bool:
     return [hint_of(size) for size in symbols] == [*value.shape, *value.stride(), value.storage_offset()]
 
 
-def _is_read_off_data(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:
+def _is_data_dependent(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:
     """A number taken from a tensor's data, or a result whose size is.
 
     Sizes that follow from the inputs' are no longer read off tensors here, and a plain number is one that Dynamo knew.

@@ -16,32 +16,32 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from ..dependence import predecessors, signature
-from ..draft import Draft
+from ..analysis.dependencies import predecessors, signature
 from ..errors import PlanError
+from ..graph.traced import TracedGraph
 
 Edges = Mapping[fx.Node, set[fx.Node]]
 
 
-def move_nodes(draft: Draft, *, region: str) -> Draft:
+def move_nodes(traced: TracedGraph, *, region: str) -> TracedGraph:
     """Reorder the graph (minimal only).
 
     Raises:
         PlanError: the new order would change what some node sees; a fault of this pass.
     """
-    if region != "minimal" or not draft.eager:
-        return draft
-    before = draft.working_nodes()
-    after = order_by_phase(before, draft.eager, _with_eager_order(before, draft))
-    check_same_meaning(before, after, draft)
-    _reorder(draft.gm.graph, after)
-    return draft
+    if region != "minimal" or not traced.eager:
+        return traced
+    before = traced.compute_nodes()
+    after = order_by_phase(before, traced.eager, _with_eager_order(before, traced))
+    check_same_meaning(before, after, traced)
+    _reorder(traced.gm.graph, after)
+    return traced
 
 
-def _with_eager_order(nodes: Sequence[fx.Node], draft: Draft) -> Edges:
+def _with_eager_order(nodes: Sequence[fx.Node], traced: TracedGraph) -> Edges:
     """The dependences, and the program order of the eager nodes: a split op may keep state that no schema shows."""
-    edges = predecessors(nodes, draft.effects)
-    for before, after in itertools.pairwise(node for node in nodes if node in draft.eager):
+    edges = predecessors(nodes, traced.effects)
+    for before, after in itertools.pairwise(node for node in nodes if node in traced.eager):
         edges[after].add(before)
     return edges
 
@@ -90,20 +90,20 @@ def _latest(
     return latest
 
 
-def check_same_meaning(before: Sequence[fx.Node], after: Sequence[fx.Node], draft: Draft) -> None:
+def check_same_meaning(before: Sequence[fx.Node], after: Sequence[fx.Node], traced: TracedGraph) -> None:
     """Raise PlanError unless every node sees in the new order what it saw in the old one."""
     if len(after) != len(before) or set(after) != set(before):
         raise PlanError("a move lost or doubled a node")
-    if [node for node in after if node in draft.eager] != [node for node in before if node in draft.eager]:
+    if [node for node in after if node in traced.eager] != [node for node in before if node in traced.eager]:
         raise PlanError("a move changed the order of the eager nodes")
-    old, new = signature(before, draft.effects), signature(after, draft.effects)
+    old, new = signature(before, traced.effects), signature(after, traced.effects)
     for node in before:
         if old[node] != new[node]:
             raise PlanError(f"moving {node.name} changed what it sees: it conflicts with a node it passed")
 
 
 def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Put the working nodes in this order, each right behind the free nodes that only it still waits for."""
+    """Put the compute nodes in this order, each right after the view nodes that only it still waits for."""
     fixed = {node for node in graph.nodes if node.op in ("placeholder", "get_attr", "output")}
     placed = set(fixed)
     output = graph.output_node()
@@ -115,7 +115,7 @@ def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 def _place(wanted: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
-    """Put a node behind all that it needs; with a stack, since a chain of views may be long."""
+    """Put a node after all that it needs; with a stack, since a chain of views may be long."""
     stack = [wanted]
     while stack:
         node = stack[-1]

@@ -1,4 +1,4 @@
-"""Put each getitem of a tuple or list right behind the node that makes it, and drop those nobody reads.
+"""Put each getitem of a tuple or list right after the node that makes it, and drop those nobody reads.
 
     t = tup(q)                    t = tup(q)
     c = fresh(h)          ->      a = t[0]
@@ -13,15 +13,15 @@ import operator
 
 from torch import fx
 
-from ..draft import Draft
+from ..graph.traced import TracedGraph
 
 
-def place_getitems(draft: Draft) -> Draft:
+def place_getitems(traced: TracedGraph) -> TracedGraph:
     """Move or erase the getitem nodes of every container-valued node."""
-    for node in list(draft.gm.graph.nodes):
+    for node in list(traced.gm.graph.nodes):
         if isinstance(node.meta.get("example_value"), (tuple, list)) and node.op != "placeholder":
             _gather(node)
-    return draft
+    return traced
 
 
 def _gather(producer: fx.Node) -> None:

@@ -1,78 +1,67 @@
-"""Give a slot of the workspace to every value that a captured piece makes or takes, with the time it must live.
+"""Give a slot of the workspace to every value that a captured piece makes or needs, with the time it must live.
 
-    piece_0 -> q (taken by region_0)             slot q:    units 0-1
-    out = empty (region_0 fills, piece_1 reads)  slot out:  units 1-2
-    x (a graph input that moves, read by piece_0) slot x:   units -1-0, filled at the start of each call
+    piece_0 -> q (needed by region_0)             slot q:    units 0-1
+    out = empty (region_0 fills, piece_1 reads)   slot out:  units 1-2
+    x (a non-static input, read by piece_0)       slot x:    units -1-0, filled at the start of each call
 
-Sizes are expressions of the size symbols; offsets are placed per bucket (`runtime/workspace.py`), since which of two
-expressions is larger cannot be decided in general. What only regions and the caller see needs no slot: it is a fresh
-tensor in every call.
+Sizes are expressions of the size symbols; offsets are placed per bucket (`analysis/slot_placement.py`), since which of
+two expressions is larger cannot be decided in general. What only regions and the caller see needs no slot: it is a
+fresh tensor in every call.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
-from ..draft import Draft, GraphInput, InputRole, Slot, TensorMeta
+from ..graph.partitioned import InputRole, PartitionedGraph, Slot
+from ..graph.traced import GraphInput, TensorMeta
 
 START = -1  # before the first unit
 
 
-def plan_workspace(draft: Draft) -> Draft:
+def plan_workspace(graph: PartitionedGraph) -> PartitionedGraph:
     """Fill in `roles` and `slots`, and `uncaptured` where a value that crosses shares memory with another."""
-    taken_by_piece = {node for unit in draft.units if unit.kind == "piece" for node in unit.inputs}
-    written = draft.written()
-    roles = {i.node: _role(draft, i, i.node in taken_by_piece, written) for i in draft.inputs}
-    slots = tuple(_slots(draft, roles, taken_by_piece))
-    return replace(draft, roles=roles, slots=slots, uncaptured=_why_uncaptured(slots))
+    taken_by_piece = {node for unit in graph.units if unit.kind == "piece" for node in unit.inputs}
+    written = graph.traced.written()
+    roles = {i.node: _role(graph, i, i.node in taken_by_piece, written) for i in graph.traced.inputs}
+    slots = tuple(_slots(graph, roles, taken_by_piece))
+    return replace(graph, roles=roles, slots=slots, uncaptured=_why_uncaptured(slots))
 
 
-def _role(draft: Draft, graph_input: GraphInput, taken_by_piece: bool, written: frozenset[int]) -> InputRole:
-    meta = draft.effects[graph_input.node].result
+def _role(graph: PartitionedGraph, graph_input: GraphInput, taken_by_piece: bool, written: frozenset[int]) -> InputRole:
+    meta = graph.traced.effects[graph_input.node].result
     if not isinstance(meta, TensorMeta):
         return InputRole.NUMBER
     if graph_input.static:
         return InputRole.STATIC
     if not taken_by_piece:
         return InputRole.DIRECT
-    return InputRole.BOUND if meta.storage in written else InputRole.STAGED
+    return InputRole.BOUND if meta.storage in written else InputRole.COPIED_IN
 
 
-def _slots(draft: Draft, roles: Mapping[fx.Node, InputRole], taken_by_piece: set[fx.Node]) -> Iterator[Slot]:
-    takers = _takers(draft)
+def _slots(graph: PartitionedGraph, roles: Mapping[fx.Node, InputRole], taken_by_piece: set[fx.Node]) -> Iterator[Slot]:
     for node, role in roles.items():
-        if role is InputRole.STAGED:
-            yield _slot(draft, node, START, takers[node][-1])
-    for node in draft.allocations:
-        yield _slot(draft, node, takers[node][0], takers[node][-1])
-    for index, unit in enumerate(draft.units):
+        if role is InputRole.COPIED_IN:
+            yield _slot(graph, node, START)
+    for node in graph.allocations:
+        yield _slot(graph, node, next(index for index, unit in enumerate(graph.units) if node in unit.inputs))
+    for index, unit in enumerate(graph.units):
         for node in unit.outputs:
-            if (unit.kind == "piece" or node in taken_by_piece) and _is_tensor(draft, node):
-                yield _slot(draft, node, index, takers[node][-1])
+            if (unit.kind == "piece" or node in taken_by_piece) and _is_tensor(graph, node):
+                yield _slot(graph, node, index)
 
 
-def _takers(draft: Draft) -> Mapping[fx.Node, Sequence[int]]:
-    """The units that take a value, in order; the epilogue counts as one after all others."""
-    assert draft.epilogue is not None, "the graph is partitioned by now"
-    takers: defaultdict[fx.Node, list[int]] = defaultdict(list)
-    for index, unit in enumerate((*draft.units, draft.epilogue)):
-        for node in unit.inputs:
-            takers[node].append(index)
-    return takers
+def _is_tensor(graph: PartitionedGraph, node: fx.Node) -> bool:
+    return isinstance(graph.traced.effects[node].result, TensorMeta)
 
 
-def _is_tensor(draft: Draft, node: fx.Node) -> bool:
-    return isinstance(draft.effects[node].result, TensorMeta)
-
-
-def _slot(draft: Draft, node: fx.Node, first: int, last: int) -> Slot:
-    meta = draft.effects[node].result
+def _slot(graph: PartitionedGraph, node: fx.Node, first: int) -> Slot:
+    meta = graph.traced.effects[node].result
     assert isinstance(meta, TensorMeta), "only tensors have slots"
-    return Slot(node=node, meta=meta, first=first, last=last)
+    return Slot(node=node, meta=meta, first=first, last=graph.last_use[node])
 
 
 def _why_uncaptured(slots: Sequence[Slot]) -> str | None:

@@ -16,23 +16,23 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..compat import build_expr, expr_of, hint_of, is_unbacked
-from ..draft import Draft, Effects, TensorMeta
+from ..compat.symbols import build_expr, expr_of, hint_of, is_unbacked
+from ..graph.traced import Effects, TensorMeta, TracedGraph
 
 
-def rebase_results(draft: Draft) -> Draft:
+def rebase_results(traced: TracedGraph) -> TracedGraph:
     """Redirect the users of every result that shares memory with an argument of the op, or with another result."""
-    effects = dict(draft.effects)
-    for node in draft.working_nodes():
+    effects = dict(traced.effects)
+    for node in traced.compute_nodes():
         owners = list(node.all_input_nodes)
         # the largest first: the others can be viewed from it
-        for value in sorted([node, *draft.items(node)], key=lambda value: -_extent(effects[value])):
-            if isinstance(effects[value].result, TensorMeta) and not _redirect(draft, value, owners, effects):
+        for value in sorted([node, *traced.items(node)], key=lambda value: -_extent(effects[value])):
+            if isinstance(effects[value].result, TensorMeta) and not _redirect(traced, value, owners, effects):
                 owners.append(value)
-    return replace(draft, effects=effects)
+    return replace(traced, effects=effects)
 
 
-def _redirect(draft: Draft, value: fx.Node, owners: Sequence[fx.Node], effects: dict[fx.Node, Effects]) -> bool:
+def _redirect(traced: TracedGraph, value: fx.Node, owners: Sequence[fx.Node], effects: dict[fx.Node, Effects]) -> bool:
     """Let users of a value use one of the owners instead, if one shares its memory."""
     result = effects[value].result
     assert isinstance(result, TensorMeta), "only tensors share memory"
@@ -42,28 +42,29 @@ def _redirect(draft: Draft, value: fx.Node, owners: Sequence[fx.Node], effects: 
         value.replace_all_uses_with(same)
         return True
     base = next((owner for owner in sharing if _dtype(effects[owner]) == result.dtype), None)
-    if base is None or not _can_be_computed(draft, result, effects[base].result):
+    if base is None or not _can_be_computed(traced, result, effects[base].result):
         return False
     if value.users:
-        view = _view_of(draft, base, value, result, effects)
+        view = _view_of(traced, base, value, result, effects)
         value.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
     return True
 
 
 def _view_of(
-    draft: Draft, base: fx.Node, value: fx.Node, result: TensorMeta, effects: dict[fx.Node, Effects]
+    traced: TracedGraph, base: fx.Node, value: fx.Node, result: TensorMeta, effects: dict[fx.Node, Effects]
 ) -> fx.Node:
     """`value` as a strided view of `base`; offsets count from the base's own, which differs from call to call."""
-    graph, known = draft.gm.graph, set(draft.gm.graph.nodes)
+    graph, known = traced.gm.graph, set(traced.gm.graph.nodes)
     start = effects[base].result
     assert isinstance(start, TensorMeta), "a base is a tensor"
     with graph.inserting_after(value):
         view = graph.call_function(torch.as_strided)
     with graph.inserting_before(view):
         shape, stride = (
-            [build_expr(expr_of(size), draft.symbols, graph) for size in part] for part in (result.shape, result.stride)
+            [build_expr(expr_of(size), traced.symbols, graph) for size in part]
+            for part in (result.shape, result.stride)
         )
-        offset = build_expr(expr_of(result.offset) - expr_of(start.offset), draft.symbols, graph)
+        offset = build_expr(expr_of(result.offset) - expr_of(start.offset), traced.symbols, graph)
         if offset != 0:
             own = graph.call_method("storage_offset", (base,))
             offset = graph.call_function(operator.add, (own, offset))
@@ -74,11 +75,11 @@ def _view_of(
     return view
 
 
-def _can_be_computed(draft: Draft, result: TensorMeta, start: object) -> bool:
+def _can_be_computed(traced: TracedGraph, result: TensorMeta, start: object) -> bool:
     """Whether sizes of the graph's inputs tell where a result lies in its base; a row that data selects may be any."""
     assert isinstance(start, TensorMeta), "a base is a tensor"
-    places = (*result.shape, *result.stride, result.offset, start.offset)
-    return all(expr_of(place).free_symbols <= draft.symbols.keys() for place in places)
+    sizes = (*result.shape, *result.stride, result.offset, start.offset)
+    return all(expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
 
 
 def _extent(effects: Effects) -> int:

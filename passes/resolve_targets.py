@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat import OpOverload, OpOverloadPacket, op_name, pytree, resolve_overload
-from ..draft import Draft
+from ..compat.dispatch import OpOverload, OpOverloadPacket, op_name, pytree, resolve_overload
 from ..errors import UnsupportedInputError, UnsupportedTransformError
-from ..userlines import where
+from ..graph.source_lines import where
+from ..graph.traced import TracedGraph
 
 _METADATA_METHODS = {
     "t_": "t",
@@ -31,9 +31,9 @@ _METADATA_METHODS = {
 }
 
 
-def resolve_targets(draft: Draft) -> Draft:
+def resolve_targets(traced: TracedGraph) -> TracedGraph:
     """Rewrite the targets of all op calls, and the in-place metadata methods."""
-    for node in list(draft.gm.graph.nodes):
+    for node in list(traced.gm.graph.nodes):
         _refuse_transform(node)
         _refuse_other_memory(node)
         if node.op == "call_function" and _is_op(node.target):
@@ -42,7 +42,7 @@ def resolve_targets(draft: Draft) -> Draft:
             _make_view(node, view)
         if node.op == "call_method" and node.target == "detach_":
             _drop_detach(node)
-    return draft
+    return traced
 
 
 def _refuse_transform(node: fx.Node) -> None:

@@ -4,77 +4,79 @@
     y = linear(x, w)                                          ->    y = linear(x, w)   # meta: autocast ("cpu", ...)
     _exit_autocast(enter)
 
-A piece that holds one half of a pair would leave the mode switched for whatever runs next. Autocast is entered again
-around each run of nodes when units are made. Grad and inference mode are dropped: the backend refuses whatever
-requires grad, so they cannot change a value. What a function leaves switched when it returns is set again at the end.
+A piece that holds one half of a pair would leave the mode switched for whatever runs next. The scopes are entered again
+around exactly these nodes wherever they run (`graph/mode_scopes.py`). What a function leaves switched when it returns
+is set again at the end of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from ..compat import ENTER_AUTOCAST, EXIT_AUTOCAST, INFERENCE_MODE_FUNCTIONS, SET_GRAD_ENABLED
-from ..draft import Draft
+from ..compat.dynamo import (
+    ENTER_AUTOCAST,
+    ENTER_INFERENCE_MODE,
+    EXIT_AUTOCAST,
+    EXIT_INFERENCE_MODE,
+    SET_GRAD_ENABLED,
+)
 from ..errors import TrainingError
-from ..userlines import where
+from ..graph.mode_scopes import ModeScope, autocast, grad_mode, inference_mode, set_scopes
+from ..graph.source_lines import where
+from ..graph.traced import TracedGraph
 
-AUTOCAST = "dsv4_autocast"
 
-
-def scope_modes(draft: Draft) -> Draft:
-    """Remove mode nodes; `autocast_of` then tells the autocast scopes of a node, outermost first.
+def scope_modes(traced: TracedGraph) -> TracedGraph:
+    """Remove mode nodes; `mode_scopes.scopes_of` then tells the scopes of a node.
 
     Dynamo guards on the grad mode, so the one of this moment is the one of every call of this graph.
     """
-    graph = draft.gm.graph
-    active: dict[fx.Node, tuple[Any, ...]] = {}
+    graph = traced.gm.graph
+    outer = grad_enabled = torch.is_grad_enabled()
+    active: dict[fx.Node, ModeScope] = {}
+    grad_before: dict[fx.Node, bool] = {}  # an inference mode block, and the grad mode around it
     removed: list[fx.Node] = []
-    grad_enabled = torch.is_grad_enabled()
     for node in graph.nodes:
         if node.target is ENTER_AUTOCAST:
-            active[node] = tuple(node.args)
+            active[node] = autocast(*node.args)
+        elif node.target is ENTER_INFERENCE_MODE:
+            active[node] = inference_mode(bool(node.args[0]))
+            grad_before[node], grad_enabled = grad_enabled, not node.args[0]
         elif node.target is EXIT_AUTOCAST:
             del active[node.args[0]]
+        elif node.target is EXIT_INFERENCE_MODE:
+            del active[node.args[0]]
+            grad_enabled = grad_before.pop(node.args[0])
         elif node.target is SET_GRAD_ENABLED:
             grad_enabled = bool(node.args[0])
             if grad_enabled:
-                _refuse_training(draft, node)
-        elif node.target in INFERENCE_MODE_FUNCTIONS:
-            pass
+                _refuse_training(traced, node)
         else:
-            node.meta[AUTOCAST] = tuple(active.values())
+            set_scopes(node, _with_grad_mode(tuple(active.values()), outer, grad_enabled))
             continue
         removed.append(node)
     for node in reversed(removed):
         graph.erase_node(node)
-    return replace(draft, leaves_grad=None if grad_enabled == torch.is_grad_enabled() else grad_enabled)
+    return replace(traced, leaves_grad=None if grad_enabled == outer else grad_enabled)
 
 
-def _refuse_training(draft: Draft, node: fx.Node) -> None:
-    for graph_input in draft.inputs:
+def _with_grad_mode(scopes: Sequence[ModeScope], outer: bool, grad_enabled: bool) -> Sequence[ModeScope]:
+    """The scopes, and one more if they leave grad mode other than it was at a node."""
+    inherited = outer
+    for scope in scopes:
+        if scope.enter is ENTER_INFERENCE_MODE:
+            inherited = not scope.args[0]  # entering inference mode turns grad off, leaving it inside turns it on
+    return scopes if grad_enabled == inherited else (*scopes, grad_mode(grad_enabled))
+
+
+def _refuse_training(traced: TracedGraph, node: fx.Node) -> None:
+    for graph_input in traced.inputs:
         if isinstance(graph_input.value, torch.Tensor) and graph_input.value.requires_grad:
             raise TrainingError(
                 f"dsv4_piecewise is for inference, but grad is switched on at {where(node)} while "
                 f"{graph_input.name} requires grad: take torch.enable_grad() out of what is compiled"
             )
-
-
-def autocast_of(node: fx.Node) -> tuple[tuple[Any, ...], ...]:
-    """Arguments of the autocast scopes a node runs in, outermost first."""
-    scopes: tuple[tuple[Any, ...], ...] = node.meta.get(AUTOCAST, ())
-    return scopes
-
-
-@contextmanager
-def autocast_scopes(node: fx.Node) -> Iterator[None]:
-    """Run the block under the autocast scopes of a node."""
-    with ExitStack() as stack:
-        for device_type, dtype, enabled, cache_enabled in autocast_of(node):
-            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
-        yield

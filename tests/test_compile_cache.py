@@ -20,8 +20,8 @@ from torch.library import Library
 
 changed, uncut = sys.argv[1:]
 if uncut == "uncut":
-    import dsv4_compile.reasons
-    dsv4_compile.reasons.OWN_NAMESPACES |= {"cached"}
+    import dsv4_compile.analysis.eager_reasons
+    dsv4_compile.analysis.eager_reasons.OWN_NAMESPACES |= {"cached"}
 
 library = Library("cached", "FRAGMENT")
 first, second = ("Tensor(a!)", "Tensor") if changed == "first" else ("Tensor", "Tensor(a!)")

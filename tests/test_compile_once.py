@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_piece_compilers import Recording
+from noting_compiler import NotingCompiler
 from torch import Tensor, fx, nn
 from toy_ops import SPLIT
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 def compiled_graphs(model: nn.Module) -> int:
-    compiler = Recording()
+    compiler = NotingCompiler()
     options = {"split_ops": SPLIT, "piece_compiler": compiler}
     compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
     x = torch.randn(8, 4)
@@ -65,7 +65,7 @@ def test_nearly_equal_layers_are_not_shared(change: dict[str, Any]) -> None:
 
 
 def test_counters_tell_compiled_pieces_from_reused_ones() -> None:
-    options = {"split_ops": SPLIT, "piece_compiler": Recording()}
+    options = {"split_ops": SPLIT, "piece_compiler": NotingCompiler()}
     compiled = torch.compile(Layers(9), backend="dsv4_piecewise", dynamic=True, options=options)
     with torch.no_grad(), dsv4_compile.counters.expect(pieces_compiled=3, pieces_reused=7):
         compiled(torch.randn(8, 4))
@@ -76,7 +76,7 @@ RETURNS: list[Callable[[Sequence[Tensor]], Any]] = [tuple, list, lambda results:
 
 @pytest.mark.parametrize("returned", RETURNS)
 def test_a_compiler_may_return_a_tuple_a_list_or_a_bare_tensor(returned: Callable[[Sequence[Tensor]], Any]) -> None:
-    options = {"piece_compiler": Recording(returned)}
+    options = {"piece_compiler": NotingCompiler(returned)}
     compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", dynamic=True, options=options)
     x = torch.randn(8, 4)
     for _ in range(4):
@@ -92,7 +92,7 @@ def merged(results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def test_a_compiler_may_return_one_tensor_for_equal_results() -> None:
-    """No op of its graph sees that; one behind it writes one of the two."""
+    """No op of its graph sees that; one after it writes one of the two."""
 
     def model(x: Tensor) -> Tensor:
         written, kept = x * 2, x * 2
@@ -100,7 +100,7 @@ def test_a_compiler_may_return_one_tensor_for_equal_results() -> None:
         return written * 10 + kept
 
     compiled = torch.compile(
-        model, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": Recording(merged)}
+        model, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": NotingCompiler(merged)}
     )
     for _ in range(4):
         x = torch.randn(8, 4)
@@ -109,7 +109,7 @@ def test_a_compiler_may_return_one_tensor_for_equal_results() -> None:
 
 @pytest.mark.parametrize("returned", [lambda results: None, lambda results: [], lambda results: ()])
 def test_a_compiler_may_return_nothing_for_a_piece_that_only_writes(returned: Callable[..., Any]) -> None:
-    options = {"piece_compiler": Recording(returned)}
+    options = {"piece_compiler": NotingCompiler(returned)}
 
     def write(x: Tensor, cache: Tensor) -> None:
         cache.add_(x)
@@ -131,9 +131,9 @@ def test_a_compiler_may_return_nothing_for_a_piece_that_only_writes(returned: Ca
     ],
 )
 def test_a_compiler_that_returns_something_else_is_named(returned: Callable[..., Any], message: str) -> None:
-    options = {"piece_compiler": Recording(returned)}
+    options = {"piece_compiler": NotingCompiler(returned)}
     compiled = torch.compile(lambda x: x * 2, backend="dsv4_piecewise", dynamic=True, options=options)
-    with pytest.raises(PieceCompileError, match=f"what Recording made of piece_0.0 {message}"):
+    with pytest.raises(PieceCompileError, match=f"what NotingCompiler made of piece_0.0 {message}"):
         compiled(torch.randn(8, 4))
 
 

@@ -12,32 +12,12 @@ from typing import Any
 import odd_ops  # noqa: F401
 import pytest
 import torch
-from program_oracle import clone_all, snapshot
+from footgun_tools import PLANS, agrees, pair
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from toy_ops import LOG, SPLIT
+from toy_ops import SPLIT
 
 toy, odd = torch.ops.toy, torch.ops.odd
-PLANS = (("mrv2", "narrow", "host"), ("mrv1", "minimal", "host"), ("mrv2", "minimal", "off"), ("mrv1", "wide", "off"))
-Arguments = Callable[[], tuple[Any, ...]]
-
-
-def pair(n: int = 5) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 4), torch.randn(n, 4)
-
-
-def agrees(fn: Callable[..., Any], *calls: Arguments, options: dict[str, Any]) -> None:
-    """Compile, make each call three times and then all once more; compare with eager."""
-    compiled = torch.compile(fn, backend="dsv4_piecewise", dynamic=True, fullgraph=True, options=options)
-    held = []  # so that no address comes twice
-    for number, make in enumerate([*(call for call in calls for _ in range(3)), *calls]):
-        given = make()
-        copies = clone_all(given)
-        held.append((given, copies))
-        LOG.clear()
-        expected = [*snapshot(given, fn(*given)), list(LOG)]
-        LOG.clear()
-        assert [*snapshot(copies, compiled(*copies)), list(LOG)] == expected, f"call {number} differs from eager"
 
 
 # Results that are nothing, or that are memory of somebody else.
@@ -86,7 +66,7 @@ def base_and_view_from_a_checkpoint(x: Tensor, y: Tensor) -> tuple[Tensor, Tenso
 
 
 def results_that_share_memory(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    whole, part = odd.twins(x)
+    whole, part = odd.copies(x)
     g = toy.fresh(whole)
     part.add_(g[:2])
     return whole, toy.fresh(whole)

@@ -8,7 +8,7 @@ from typing import Any
 import odd_ops  # noqa: F401
 import pytest
 import torch
-from test_footguns import PLANS, agrees, pair
+from footgun_tools import PLANS, agrees, pair
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toy_ops import LOG, SPLIT, Host

@@ -10,32 +10,20 @@ from typing import Any
 import pytest
 import torch
 from case_helpers import Setup, everywhere
+from noting_compiler import NotingCompiler
 from runtime_helpers import Probe
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from toy_ops import SPLIT
 
 import dsv4_compile
 from dsv4_compile.errors import LayoutMismatchError
 
 inductor = pytest.param("inductor", marks=pytest.mark.inductor)
-every_compiler = pytest.mark.parametrize("compiler", ["aot_eager", "recording", inductor])
-
-
-class Recording:
-    """A piece compiler of the user's own: runs the graph as it is, and notes what it was given."""
-
-    def __init__(self, returned: Callable[[Sequence[Tensor]], Any] = tuple) -> None:
-        self.graphs: list[fx.GraphModule] = []
-        self._returned = returned
-
-    def __call__(self, gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
-        assert len(fakes) == len(gm.graph.find_nodes(op="placeholder"))
-        self.graphs.append(gm)
-        return lambda *args: self._returned(gm(*args))
+every_compiler = pytest.mark.parametrize("compiler", ["aot_eager", "noting", inductor])
 
 
 def chosen(compiler: str) -> Any:
-    return Recording() if compiler == "recording" else compiler
+    return NotingCompiler() if compiler == "noting" else compiler
 
 
 class Block(nn.Module):
@@ -56,42 +44,42 @@ class Block(nn.Module):
         return self.b(out) + kept
 
 
-def compare(model: nn.Module, twin: nn.Module, compiled: Any, sizes: Sequence[int]) -> None:
+def compare(model: nn.Module, eager: nn.Module, compiled: Any, sizes: Sequence[int]) -> None:
     for n in sizes:
         x = torch.randn(n, 4)
         with torch.no_grad():
-            torch.testing.assert_close(compiled(x), twin(x))
-        for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(compiled(x), eager(x))
+        for buffer, other in zip(model.buffers(), eager.buffers(), strict=True):
             torch.testing.assert_close(buffer, other)
 
 
-def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    model, twin = make(), make()
-    twin.load_state_dict(model.state_dict())
-    return model, twin
+def copies(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    model, eager = make(), make()
+    eager.load_state_dict(model.state_dict())
+    return model, eager
 
 
 @every_compiler
 @everywhere
 def test_a_model_computes_what_it_does_in_eager(setup: Setup, compiler: str) -> None:
-    model, twin = twins(Block)
+    model, eager = copies(Block)
     options = setup.options(piece_compiler=chosen(compiler))
     compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
-    compare(model, twin, compiled, (8, 8, 8, 5, 5, 5, 8))
+    compare(model, eager, compiled, (8, 8, 8, 5, 5, 5, 8))
 
 
 @every_compiler
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_any_grad_mode(compiler: str, mode: Callable[[], Any]) -> None:
-    model, twin = twins(Block)
+    model, eager = copies(Block)
     model.requires_grad_(False)
-    twin.requires_grad_(False)
+    eager.requires_grad_(False)
     options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler)}
     compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
     for _ in range(4):
         x = torch.randn(8, 4)
         with mode():
-            torch.testing.assert_close(compiled(x), twin(x))
+            torch.testing.assert_close(compiled(x), eager(x))
 
 
 def put_then_use(x: Tensor, cache: Tensor) -> Tensor:
@@ -113,9 +101,9 @@ def test_a_value_is_not_computed_again_behind_an_op_that_changed_its_source() ->
 @pytest.mark.inductor
 def test_without_the_cut_inductor_does_compute_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should this one fail, Inductor has been repaired and the cut at mutating ops may be given up."""
-    cutting = importlib.import_module("dsv4_compile.passes.cut_pieces")  # the package has a function of that name
-    monkeypatch.setattr(cutting, "custom_ops", lambda draft, node: [])
-    monkeypatch.setattr(cutting, "_overwritten", lambda draft, nodes: [()] * len(nodes))
+    cutting = importlib.import_module("dsv4_compile.passes.cut_subgraphs")  # the package has a function of that name
+    monkeypatch.setattr(cutting, "custom_ops", lambda graph, node: [])
+    monkeypatch.setattr(cutting, "_overwritten", lambda graph, nodes: [()] * len(nodes))
     options = {"engine": "off", "piece_compiler": "inductor"}
     compiled = torch.compile(put_then_use, backend="dsv4_piecewise", dynamic=True, options=options)
     x, cache = torch.randn(8, 4), torch.randn(16, 4)
@@ -217,10 +205,10 @@ def test_inputs_that_come_to_share_memory_run_uncompiled(compiler: str, engine: 
     with dsv4_compile.counters.expect(uncompiled_pieces=3):
         for _ in range(3):
             memory = torch.randn(9, 4)
-            twin = memory.clone()
-            expected = writes_between_reads(twin[1:], twin[:8])
+            eager = memory.clone()
+            expected = writes_between_reads(eager[1:], eager[:8])
             torch.testing.assert_close(compiled(memory[1:], memory[:8]), expected)
-            torch.testing.assert_close(memory, twin)
+            torch.testing.assert_close(memory, eager)
 
 
 @every_compiler
@@ -229,10 +217,10 @@ def test_inputs_that_share_memory_from_the_start_are_not_compiled(compiler: str)
     compiled = torch.compile(writes_between_reads, backend="dsv4_piecewise", dynamic=True, options=options)
     for _ in range(4):
         memory = torch.randn(9, 4)
-        twin = memory.clone()
-        expected = writes_between_reads(twin[1:], twin[:8])
+        eager = memory.clone()
+        expected = writes_between_reads(eager[1:], eager[:8])
         torch.testing.assert_close(compiled(memory[1:], memory[:8]), expected)
-        torch.testing.assert_close(memory, twin)
+        torch.testing.assert_close(memory, eager)
 
 
 @every_compiler
@@ -248,12 +236,12 @@ def test_slices_of_one_cache_are_compiled(compiler: str) -> None:
         model, backend="dsv4_piecewise", dynamic=True, options={"piece_compiler": chosen(compiler)}
     )
     memory = torch.randn(2, 16, 4)
-    twin = memory.clone()
+    eager = memory.clone()
     with dsv4_compile.counters.expect(uncompiled_pieces=0):
         for _ in range(4):
             x = torch.randn(8, 4)
-            torch.testing.assert_close(compiled(x, memory[0], memory[1]), model(x, twin[0], twin[1]))
-            torch.testing.assert_close(memory, twin)
+            torch.testing.assert_close(compiled(x, memory[0], memory[1]), model(x, eager[0], eager[1]))
+            torch.testing.assert_close(memory, eager)
 
 
 @every_compiler
@@ -294,10 +282,10 @@ def test_autocast_around_the_call_and_inside_of_it(compiler: str, ambient: bool)
 
 @every_compiler
 def test_a_full_check_accepts_what_is_right(compiler: str) -> None:
-    model, twin = twins(Block)
+    model, eager = copies(Block)
     options = {"split_ops": SPLIT, "piece_compiler": chosen(compiler), "check": "full"}
     compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, options=options)
-    compare(model, twin, compiled, (8, 8, 8, 8))
+    compare(model, eager, compiled, (8, 8, 8, 8))
 
 
 @every_compiler

@@ -1,4 +1,4 @@
-"""Random programs: whatever the policy and the runner, the plan is right, not wasteful, and computes what eager does."""
+"""Random programs: whatever the policy and the runner, the plan is right, not wasteful, and computes as eager."""
 
 from __future__ import annotations
 

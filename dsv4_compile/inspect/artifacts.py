@@ -24,13 +24,14 @@ from pathlib import Path
 
 from torch import fx
 
-from ..compat import trace_artifact
+from ..compat.dynamo import trace_artifact
 from ..config import Config
-from ..draft import Draft
 from ..errors import ExplainError, OptionError
-from ..plan import Plan
-
-log = logging.getLogger("dsv4_compile")
+from ..graph.partitioned import PartitionedGraph
+from ..graph.traced import TracedGraph
+from ..log import log
+from ..passes import gm_of
+from .plan import Plan
 
 
 class Artifacts:
@@ -42,21 +43,22 @@ class Artifacts:
         self._nodes = 0
         self._programs: Counter[str] = Counter()
 
-    def observe(self, stage: str, draft: Draft) -> None:
+    def observe(self, stage: str, graph: TracedGraph | PartitionedGraph) -> None:
         """Show the graph after a stage."""
-        nodes = len(draft.gm.graph.nodes)
+        gm = gm_of(graph)
+        nodes = len(gm.graph.nodes)
         header = f"# {stage}: {nodes} nodes ({nodes - self._nodes:+d})"
         self._nodes = nodes
-        self._show(f"{next(self._count):02d}_{stage}.py", lambda: f"{header}\n{_code(draft.gm)}")
+        self._show(f"{next(self._count):02d}_{stage}.py", lambda: f"{header}\n{_code(gm)}")
 
-    def finish(self, draft: Draft, plan: Plan) -> None:
+    def finish(self, graph: PartitionedGraph, plan: Plan) -> None:
         """Show the units and the plan."""
-        for unit in draft.units:
+        for unit in graph.units:
             self._show(f"{unit.name}.py", partial(_code, unit.gm))
         self._show("plan.json", plan.to_json)
         self._show("plan.txt", lambda: str(plan), level=logging.INFO)
         self._write_report()
-        for note in draft.notes:  # the plan has remarks of its own, which are no cause for worry
+        for note in graph.notes:  # the plan has remarks of its own, which are no cause for worry
             log.warning("%s", note)
 
     def show_program(self, sizes: Sequence[object], source: str) -> None:
@@ -82,7 +84,7 @@ class Artifacts:
     def _write_report(self) -> None:
         if self._folder is not None:
             # imported when needed: the template engine is of no use without a dump
-            from .report import write_report
+            from .report.page import write_report
 
             try:
                 write_report(self._folder)

@@ -26,8 +26,8 @@ import torch
 
 from ..config import Region, Runner
 from ..errors import Dsv4Error, ExplainError, OptionError, UnknownOpError
-from .explaining import explain
-from .one_line_parser import OneLineParser
+from .arguments import OneLineParser
+from .explain import explain
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 _NOT_THE_USERS = tuple(
@@ -68,8 +68,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     # imported when needed: the template engine is of no use to the other commands
-    from .report import write_report
-    from .report_json import report_json
+    from .report.page import write_report
+    from .report.report_json import report_json
 
     try:
         answer = report_json(options.folder) if options.json else write_report(options.folder, options.output)

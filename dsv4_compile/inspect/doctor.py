@@ -80,7 +80,7 @@ def diagnose() -> Diagnosis:
             ("runner", f"{config.resolved_runner} ({runner_reason(config)})"),
             ("region", f"{config.resolved_region} (the default of {config.resolved_runner})"),
             ("pieces", ", ".join(f"{config.resolved_piece_compiler(device)} on {device}" for device in devices)),
-            ("side lanes", ", ".join(f"{config.resolved_aux_streams(device)} on {device}" for device in devices)),
+            ("side streams", ", ".join(f"{config.resolved_aux_streams(device)} on {device}" for device in devices)),
             ("C++ compiler", describe_cxx()),
         ),
         not_run=(NOT_RUN,),

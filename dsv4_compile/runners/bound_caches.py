@@ -14,7 +14,8 @@ from torch import nn
 
 from ..errors import RunnerError
 from ..models.deepseek_v4.attention import DeepseekV4Attention
-from ..models.deepseek_v4.caches import CacheGroup, allocate_caches, bind_caches
+from ..models.deepseek_v4.bind_caches import bind_caches
+from ..models.deepseek_v4.caches import CacheGroup, allocate_caches
 from ..models.deepseek_v4.config import DeepseekV4Config
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidRequestError, OutOfBlocksError, RunnerError
+from ..log import progress_bar
 from ..models.deepseek_v4.config import DeepseekV4Config
 from ..models.deepseek_v4.step import StepState
-from ..progress import progress_bar
 from .batch import BatchBuilder, block_groups
 from .block_allocator import BlockAllocator
 from .bound_caches import BoundCaches

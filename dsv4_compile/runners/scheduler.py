@@ -1,7 +1,7 @@
 """Which requests run in the next step, and with how many tokens.
 
 A step has a budget of tokens. Running requests go on first, then waiting ones join in the order of their arrival; a
-prompt that is longer than what is left of the budget is prefilled in chunks, and nobody joins behind it until it is
+prompt that is longer than what is left of the budget is prefilled in chunks, and nobody joins after it until it is
 through. So the running requests are the earliest of all, in order, and only the last of them can be in its prompt:
 decodes come before prefills by themselves.
 

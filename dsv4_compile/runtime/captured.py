@@ -22,35 +22,34 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from ..compat import is_profiling
+from ..analysis.sizes import Sizes, SizesOfCalls
+from ..analysis.slot_placement import Placement, place_slots, reuse_placement
+from ..compat.dynamo import is_profiling
 from ..config import Config
 from ..counting import counters
-from ..draft import Draft, InputRole
-from ..passes.scope_modes import autocast_of
-from ..reasons import graph_device
-from .aliasing import OverlapCheck
-from .capture_state import is_capturing
-from .engine import Engine
-from .entries import Bucket, Entries, Entry
-from .keys import Key, KeyReader
-from .limits import Limits
-from .modes import restored_modes
-from .pieces import Pieces
-from .program import BuildContext, build_program
-from .restoring import is_restoring, restored_inputs
-from .sizes import Sizes, SizesOfCalls
-from .spans import span
+from ..graph.mode_scopes import scopes_of
+from ..graph.partitioned import InputRole, PartitionedGraph
+from .engines.base import Engine
+from .engines.capture_state import is_capturing
+from .memory.arena import Arenas
+from .memory.overlap import OverlapCheck
+from .pieces.pieces import Pieces
+from .program.builder import BuildContext, build_program
+from .program.cache import Bucket, CachedProgram, ProgramCache
+from .program.keys import Key, KeyReader
+from .program.limits import Limits
+from .program.profiler_ranges import profiler_range
+from .restore_inputs import is_restoring, restored_inputs
+from .restore_modes import restored_modes
 from .uncaptured import UncapturedCallable
-from .workspace import Arenas, Placement, place_slots, reuse_placement
 
 _live: weakref.WeakSet[CapturedCallable] = weakref.WeakSet()
 _live_lock = threading.Lock()  # one that is made meanwhile would break the loop over them
 _graph_numbers = itertools.count()
-# An input that is written and was found at a new address more often than this is staged and written back from then on.
+# An input that is written and was found at a new address more often than this is copied in and copied out from then on.
 MOVES_TOLERATED = 2
 # Buckets remembered as warm; host scalars make new ones without end, and the oldest may warm up again.
 WARM_BUCKETS = 1024
@@ -60,38 +59,36 @@ class CapturedCallable:
     """Takes and returns what Dynamo's graph does.
 
     Args:
-        draft: the planned graph.
+        graph: the planned graph.
         pieces: their functions.
         config: the options.
         engine: who records.
-        tokens: the token count as an expression, or None.
         bound: the largest token count, if known.
         show_program: is told the sizes and the text of each program.
     """
 
     def __init__(
         self,
-        draft: Draft,
+        graph: PartitionedGraph,
         pieces: Pieces,
         config: Config,
         engine: Engine,
         *,
-        tokens: sympy.Expr | None,
         bound: int | None,
         show_program: Callable[[Bucket, str], None],
     ) -> None:
         self._show_program = show_program
-        self._draft = draft
+        self._graph = graph
         self._pieces = pieces
         self._config = config
         self._engine = engine
-        self._sizes = SizesOfCalls(draft.symbols)
-        self._limits = Limits(config, tokens, bound, draft.slots)
-        self._uncaptured = UncapturedCallable(draft, pieces)
-        self._lanes = max(draft.lanes.values(), default=0)
+        self._sizes = SizesOfCalls(graph.traced.symbols)
+        self._limits = Limits(config, graph.token_count, bound, graph.slots)
+        self._uncaptured = UncapturedCallable(graph, pieces)
+        self._streams = max(graph.streams.values(), default=0)
         self._title = f"graph {next(_graph_numbers)}"
-        self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
-        switches = any(autocast_of(node) for node in draft.gm.graph.nodes)
+        self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
+        switches = any(scopes_of(node) for node in graph.traced.gm.graph.nodes)
         self._modes: Callable[[], AbstractContextManager[None]] = restored_modes if switches else nullcontext
         self._lock = threading.Lock()
         self._start_empty()
@@ -99,23 +96,23 @@ class CapturedCallable:
             _live.add(self)
 
     def _start_empty(self) -> None:
-        self._entries = Entries()
+        self._cache = ProgramCache()
         self._warm: dict[Bucket, None] = {}  # in order of age
         self._moves: dict[fx.Node, set[int]] = {}
-        self._arenas = Arenas(self._engine, graph_device(self._draft))
+        self._arenas = Arenas(self._engine, self._graph.traced.device)
         self._pool = self._engine.make_pool()
-        self._set_roles(dict(self._draft.roles))
+        self._set_roles(dict(self._graph.roles))
 
     def _set_roles(self, roles: dict[fx.Node, InputRole]) -> None:
         self._roles = roles
-        self._keys = KeyReader(self._draft, roles, check_addresses=self._config.check != "off")
+        self._keys = KeyReader(self._graph.traced, roles, check_addresses=self._config.check != "off")
 
     def __call__(self, *args: Any) -> Any:
         """Serve a call: by its program, by building one, or uncaptured."""
-        with restored_inputs(self._draft, args) if is_restoring() else nullcontext():
+        with restored_inputs(self._graph.traced, args) if is_restoring() else nullcontext():
             result = self._serve_alone(args)
-        if self._draft.leaves_grad is not None:
-            torch.set_grad_enabled(self._draft.leaves_grad)
+        if self._graph.traced.leaves_grad is not None:
+            torch.set_grad_enabled(self._graph.traced.leaves_grad)
         return result
 
     def _serve_alone(self, args: tuple[Any, ...]) -> Any:
@@ -131,45 +128,47 @@ class CapturedCallable:
 
     def _serve(self, args: tuple[Any, ...]) -> Any:
         key = self._keys.read(args)
-        entry = self._entries.get(key)
+        entry = self._cache.get(key)
         if entry is None:
             return self._serve_new(key, args)
         if entry.overlap.check(args):
             return self._serve_uncaptured(args)
         counters.add(replays=1, eager_op_calls=self._eager_ops)
         if is_profiling():
-            return entry.program.with_spans()(args)
+            return entry.program.with_ranges()(args)
         return entry.program.run(args)
 
     def _serve_uncaptured(self, args: tuple[Any, ...]) -> Any:
-        with span(f"{self._title}, uncaptured"):
+        with profiler_range(f"{self._title}, uncaptured"):
             return self._uncaptured.run(args)
 
     def _serve_new(self, key: Key, args: tuple[Any, ...]) -> Any:
         bucket, _ = key
-        sizes = self._sizes.of({i.node: arg for i, arg in zip(self._draft.inputs, args, strict=True)})
+        sizes = self._sizes.of({i.node: arg for i, arg in zip(self._graph.traced.inputs, args, strict=True)})
         if self._limits.excludes(sizes):
             return self._serve_uncaptured(args)
         if bucket not in self._warm:
-            with span(f"{self._title}, warm-up"):
-                warm_up = partial(self._engine.warm_up, lanes=self._limits.lanes(self._lanes, sizes))
+            with profiler_range(f"{self._title}, warm-up"):
+                warm_up = partial(self._engine.warm_up, streams=self._limits.streams(self._streams, sizes))
                 result = self._uncaptured.warm_up(args, warm_up)
             self._note_warm(bucket)  # only now: a call that failed half-way has warmed up half of it
             return result
         key = self._settle_moving_inputs(key, args)
-        anchors = self._keys.anchors(args)
-        self._entries.drop_moved()
-        if self._entries.drop_oldest(bucket, anchors):
+        parameter_addresses = self._keys.parameter_addresses(args)
+        self._cache.drop_moved()
+        if self._cache.drop_oldest(bucket, parameter_addresses):
             self._limits.warn_moving()
-        captured = self._entries.buckets(anchors)
+        captured = self._cache.buckets(parameter_addresses)
         if bucket not in captured and len(captured) >= self._config.max_captures:
             self._limits.warn_full(self._config.max_captures)
             return self._serve_uncaptured(args)
-        overlap = OverlapCheck(self._draft, args)
+        overlap = OverlapCheck(self._graph.traced, args)
         if overlap.check(args):
             return self._serve_uncaptured(args)
         program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
-        is_again = self._entries.add(key, Entry(program, overlap, bucket, anchors), self._keys.owned_tensors(args))
+        is_again = self._cache.add(
+            key, CachedProgram(program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
+        )
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
         self._show_program(sizes_of_bucket(bucket), program.source)
         return result
@@ -180,23 +179,23 @@ class CapturedCallable:
             del self._warm[next(iter(self._warm))]
 
     def _settle_moving_inputs(self, key: Key, args: tuple[Any, ...]) -> Key:
-        """Stop binding written inputs that keep moving; the programs that bound them are of no use any more."""
+        """Stop binding written inputs that keep changing their addresses, and drop the programs that bound them."""
         roles = dict(self._roles)
-        for graph_input, arg in zip(self._draft.inputs, args, strict=True):
+        for graph_input, arg in zip(self._graph.traced.inputs, args, strict=True):
             if roles[graph_input.node] is InputRole.BOUND:
                 seen = self._moves.setdefault(graph_input.node, set())
                 seen.add(arg.data_ptr())
                 if len(seen) > MOVES_TOLERATED + 1:
-                    roles[graph_input.node] = InputRole.WRITTEN_BACK
+                    roles[graph_input.node] = InputRole.COPIED_OUT
         if roles == self._roles:
             return key
-        self._entries.clear()
+        self._cache.clear()
         self._set_roles(roles)
         return self._keys.read(args)
 
     def _fit(self, sizes: Sizes) -> tuple[torch.Tensor, Placement]:
         """An arena and where the slots of the bucket lie in it."""
-        slots, largest = self._draft.slots, self._limits.largest(sizes)
+        slots, largest = self._graph.slots, self._limits.largest(sizes)
         placement = place_slots(slots, sizes)
         if largest is None:
             return self._arenas.fit(placement.planned), placement
@@ -209,13 +208,13 @@ class CapturedCallable:
 
     def _context(self, sizes: Sizes, bucket: Bucket, arena: torch.Tensor, placement: Placement) -> BuildContext:
         return BuildContext(
-            draft=self._draft,
+            graph=self._graph,
             roles=self._roles,
             sizes=sizes,
             title=f"{self._title}, bucket {sizes_of_bucket(bucket)}",
             pieces=self._pieces,
             engine=self._engine,
-            lanes=self._limits.lanes(self._lanes, sizes),
+            streams=self._limits.streams(self._streams, sizes),
             pool=self._engine.make_pool() if self._config.pool == "bucket" else self._pool,
             arena=arena,
             placement=placement,
@@ -228,7 +227,7 @@ class CapturedCallable:
 
         A call that is running keeps what it uses until it ends.
         """
-        self._entries.clear()
+        self._cache.clear()
         self._start_empty()
 
 

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat import is_profiling
+from ..analysis.eager_reasons import has_unknown_size, is_custom
+from ..analysis.sizes import Sizes, SizesOfCalls
+from ..compat.dynamo import is_profiling
 from ..counting import counters
-from ..draft import Draft, TensorMeta, Unit
-from ..reasons import has_unknown_size, is_custom
-from .capture_state import offering
-from .check_results import check_layout, has_strides_of
-from .modes import restored_modes
-from .pieces import PieceFunction, Pieces
-from .restoring import is_restoring, restored_inputs
-from .sizes import Sizes, SizesOfCalls
-from .spans import in_span
-from .workspace import copier
+from ..graph.partitioned import PartitionedGraph, Unit
+from ..graph.traced import TensorMeta
+from .engines.capture_state import offering
+from .memory.arena import copier
+from .pieces.pieces import PieceFunction, Pieces
+from .pieces.result_checks import check_layout, has_strides_of
+from .program.profiler_ranges import in_range
+from .restore_inputs import is_restoring, restored_inputs
+from .restore_modes import restored_modes
 
 WarmUp = Callable[[Callable[[], None]], None]
 # an output, its layout if sizes alone decide it, and whether its strides have to be those
@@ -34,37 +35,32 @@ class UncapturedCallable:
     """Takes and returns what Dynamo's graph does; holds no state of a call, so any thread may call it at any time.
 
     Args:
-        draft: the partitioned graph.
+        graph: the partitioned graph.
         pieces: their functions.
     """
 
-    def __init__(self, draft: Draft, pieces: Pieces) -> None:
-        assert draft.epilogue is not None, "the graph is partitioned by now"
-        self._draft = draft
-        self._epilogue = draft.epilogue
-        self._placeholders = [graph_input.node for graph_input in draft.inputs]
-        self._scalars = [node for node, effects in draft.effects.items() if effects.bucket_scalar]
-        self._eager_ops = sum(len(unit.nodes) for unit in draft.units if unit.kind == "region")
+    def __init__(self, graph: PartitionedGraph, pieces: Pieces) -> None:
+        self._graph = graph
+        self._output_assembly = graph.output_assembly
+        self._placeholders = [graph_input.node for graph_input in graph.traced.inputs]
+        self._scalars = [node for node, effects in graph.traced.effects.items() if effects.bucket_scalar]
+        self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
         self._pieces = pieces
-        self._promises = {unit.name: tuple(self._promises_of(unit)) for unit in draft.units}
-        self._sizes = SizesOfCalls(draft.symbols)
-        self._steps = [(unit, self._last_used(index)) for index, unit in enumerate(draft.units)]
-
-    def _last_used(self, index: int) -> list[fx.Node]:
-        """What nobody needs after a unit."""
-        later = {node for unit in (*self._draft.units[index + 1 :], self._epilogue) for node in unit.inputs}
-        unit = self._draft.units[index]
-        return [node for node in (*unit.inputs, *unit.outputs) if node not in later]
+        self._promises = {unit.name: tuple(self._promises_of(unit)) for unit in graph.units}
+        self._sizes = SizesOfCalls(graph.traced.symbols)
+        self._steps = [(unit, graph.last_used_in(index)) for index, unit in enumerate(graph.units)]
 
     def _promises_of(self, unit: Unit) -> Iterator[_Promise]:
         for node in unit.outputs:
-            result = self._draft.effects[node].result
-            meta = result if isinstance(result, TensorMeta) and not has_unknown_size(self._draft, result) else None
-            yield node, meta, self._pieces.are_compiled and is_custom(self._draft, node)
+            result = self._graph.traced.effects[node].result
+            meta = (
+                result if isinstance(result, TensorMeta) and not has_unknown_size(self._graph.traced, result) else None
+            )
+            yield node, meta, self._pieces.are_compiled and is_custom(self._graph.traced, node)
 
     def __call__(self, *args: Any) -> Any:
         """Run every unit, as what Dynamo calls."""
-        with restored_inputs(self._draft, args) if is_restoring() else nullcontext():
+        with restored_inputs(self._graph.traced, args) if is_restoring() else nullcontext():
             return self._run(args, None)
 
     def run(self, args: Sequence[Any]) -> Any:
@@ -86,7 +82,7 @@ class UncapturedCallable:
     def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
         profiled = is_profiling()
-        # lanes are those of a piece that is recorded around this call, of whose lane 0 this call knows nothing
+        # streams are those of a piece that is recorded around this call, of whose stream 0 this call knows nothing
         with restored_modes(), offering(None):
             values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
             sizes = self._prepare(values)
@@ -94,7 +90,7 @@ class UncapturedCallable:
             for unit, last_used in self._steps:
                 function = self._function(unit, pieces, warms_up=run_piece is not None)
                 if profiled:
-                    function = in_span(unit.name, function)
+                    function = in_range(unit.name, function)
                 inputs = [values[node] for node in unit.inputs]
                 if run_piece is None or unit.kind == "region":
                     results = function(*inputs)
@@ -105,9 +101,9 @@ class UncapturedCallable:
                 values.update(zip(unit.outputs, results, strict=True))
                 for node in last_used:
                     del values[node]
-            result = self._epilogue.gm(*[values[node] for node in self._epilogue.inputs])
-        if self._draft.leaves_grad is not None:
-            torch.set_grad_enabled(self._draft.leaves_grad)
+            result = self._output_assembly.gm(*[values[node] for node in self._output_assembly.inputs])
+        if self._graph.traced.leaves_grad is not None:
+            torch.set_grad_enabled(self._graph.traced.leaves_grad)
         return result
 
     @staticmethod
@@ -121,8 +117,8 @@ class UncapturedCallable:
         checked = []
         for (node, meta, strict), result in zip(self._promises[unit.name], results, strict=True):
             if meta is not None:
-                promised = sizes.promised(meta)
-                check_layout(self._draft, node, result, promised, strides=strict)
+                promised = sizes.meta_tensor(meta)
+                check_layout(self._graph.traced, node, result, promised, strides=strict)
                 if self._pieces.are_compiled and not has_strides_of(result, promised):
                     result = _laid_out_as(sizes.allocate(meta), result)
             checked.append(result)
@@ -133,8 +129,8 @@ class UncapturedCallable:
         for node in self._scalars:
             values[node] = values[node.all_input_nodes[0]].item()
         sizes = self._sizes.of(values)
-        for node in self._draft.allocations:
-            meta = self._draft.effects[node].result
+        for node in self._graph.allocations:
+            meta = self._graph.traced.effects[node].result
             assert isinstance(meta, TensorMeta), "an allocation makes a tensor"
             values[node] = sizes.allocate(meta)
         return sizes

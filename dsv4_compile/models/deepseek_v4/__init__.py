@@ -2,11 +2,11 @@
 
 from .attention import DeepseekV4Attention as DeepseekV4Attention
 from .attention import InputProjections as InputProjections
+from .bind_caches import bind_caches as bind_caches
 from .caches import CacheGroup as CacheGroup
 from .caches import CacheSpec as CacheSpec
 from .caches import LayerCaches as LayerCaches
 from .caches import allocate_caches as allocate_caches
-from .caches import bind_caches as bind_caches
 from .caches import cache_bytes as cache_bytes
 from .caches import layer_cache_specs as layer_cache_specs
 from .compressor import Compressor as Compressor

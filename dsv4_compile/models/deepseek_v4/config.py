@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ...config import did_you_mean
-from ...errors import UnsupportedConfigError
+from ...errors import UnsupportedConfigError, did_you_mean
 
 KV_CACHE_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -239,8 +238,8 @@ _NESTED: dict[str, tuple[Any, str]] = {
     "compress_rates": (Mapping, "a dict"),
     "rope_parameters": (Mapping, "a dict"),
     "rope_scaling": (Mapping, "a dict"),
-    "head_dim": (int, "a whole number"),
-    "qk_rope_head_dim": (int, "a whole number"),
+    "head_dim": (int, "an integer"),
+    "qk_rope_head_dim": (int, "an integer"),
     "partial_rotary_factor": ((int, float), "a number"),
 }
 _LAYER_TYPES = {
@@ -342,7 +341,7 @@ def _check_numbers(record: DeepseekV4Config | YarnScaling) -> None:
     for field in fields(record):
         value = getattr(record, field.name)
         if field.type in ("int", "float"):
-            kind, words = (int, "a whole number") if field.type == "int" else ((int, float), "a number")
+            kind, words = (int, "an integer") if field.type == "int" else ((int, float), "a number")
             _check_kind(field.name, value, kind, f"{words} above 0")
             if not 0 < value < math.inf:
                 raise UnsupportedConfigError(f"{field.name} is {value!r}; it must be {words} above 0")

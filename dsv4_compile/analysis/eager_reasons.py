@@ -1,0 +1,198 @@
+"""Why a node runs eagerly: each question is a function that answers None or a phrase, and the phrase is shown as is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compat.dispatch import OpOverload, OpOverloadPacket, op_name, pytree, wrapped_op
+from ..compat.symbols import expr_of
+from ..graph.op_properties import OWN_NAMESPACES, strided_name
+from ..graph.traced import Access, Provenance, TensorMeta, TracedGraph
+from ..ops.registry import Role, find_op
+
+
+def why_split(traced: TracedGraph, node: fx.Node) -> str | None:
+    """The node is a split op, or runs one inside."""
+    own = op_name(node.target) if isinstance(node.target, OpOverload) else None
+    if own is not None and has_role(traced, own, "split"):
+        return "split op"
+    inside = sorted(op for op in ops_of(traced, node) if has_role(traced, op, "split"))
+    return f"runs the split op {', '.join(inside)} inside" if inside else None
+
+
+def ops_of(traced: TracedGraph, node: fx.Node) -> set[str]:
+    """Names of all ops that a node calls, itself or in the body of a higher-order op."""
+    wrapped = wrapped_op(node)
+    called = {op_name(wrapped)} if wrapped is not None else set(traced.effects[node].ops)
+    return called.union(_ops_in_bodies(traced, node))
+
+
+def why_reads_step(traced: TracedGraph, node: fx.Node) -> str | None:
+    """The node reads step state or the step context."""
+    effects = traced.effects[node]
+    for access in effects.accesses:
+        if access.step_state or traced.storages.get(access.storage) is Provenance.STEP_STATE:
+            return f"reads step state {step_state_name(traced, access)}"
+    for op in effects.ops:
+        registered = find_op(traced.ops, op)
+        if registered and registered.reads_context:
+            return "reads the step context"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What the question whether a node can be captured needs to know of the whole graph.
+
+    Attributes:
+        device: where the graph works.
+        numbers: nodes that carry a data-dependent scalar.
+        strided: strided views of inputs that move; a copied in copy has no memory outside of what the input shows.
+    """
+
+    device: torch.device
+    numbers: frozenset[fx.Node]
+    strided: frozenset[fx.Node]
+
+
+def graph_facts(traced: TracedGraph) -> GraphFacts:
+    """Gather the facts, with one pass over the graph for each."""
+    return GraphFacts(traced.device, frozenset(_data_dependent_scalars(traced)), frozenset(_strided_views(traced)))
+
+
+def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) -> str | None:
+    """A graph cannot hold the node: it syncs, its size or an argument depends on data, or it works elsewhere."""
+    effects = traced.effects[node]
+    if effects.uncapturable:
+        return effects.uncapturable
+    if has_unknown_size(traced, effects.result):
+        return "its size depends on data"
+    sized = [arg.name for arg in node.all_input_nodes if has_unknown_size(traced, traced.effects[arg].result)]
+    if sized:
+        return f"takes {sized[0]}, whose size depends on data"
+    baked = sorted(arg.name for arg in node.all_input_nodes if arg in facts.numbers)
+    if baked:
+        return f"takes {baked[0]}, a data-dependent scalar"
+    strided = sorted(arg.name for arg in node.all_input_nodes if arg in facts.strided)
+    if strided:
+        return f"takes {strided[0]}, which may show memory around an input that moves"
+    return _why_elsewhere(traced, node, facts.device)
+
+
+def is_preparation(traced: TracedGraph, node: fx.Node) -> bool:
+    """A registered preparation op, or any other reader of step state or of the step context."""
+    prepares = any(has_role(traced, op, "prepare") for op in traced.effects[node].ops)
+    return prepares or why_reads_step(traced, node) is not None
+
+
+def has_role(traced: TracedGraph, op: str, role: Role) -> bool:
+    """Whether "ns::op.overload" is registered with a role."""
+    registered = find_op(traced.ops, op)
+    return registered is not None and registered.role == role
+
+
+def _input_name(traced: TracedGraph, storage: int) -> str:
+    """The name of the graph input that owns a storage."""
+    for graph_input in traced.inputs:
+        result = traced.effects[graph_input.node].result
+        if isinstance(result, TensorMeta) and result.storage == storage:
+            return graph_input.name
+    return f"storage {storage}"
+
+
+def step_state_name(traced: TracedGraph, access: Access) -> str:
+    """The graph input that an access to step state reads, or the argument, if the graph computed what it reads."""
+    is_input = traced.storages.get(access.storage) is Provenance.STEP_STATE
+    return _input_name(traced, access.storage) if is_input else access.argument
+
+
+def _strided_views(traced: TracedGraph) -> set[fx.Node]:
+    moving = {
+        result.storage
+        for graph_input in traced.inputs
+        if not graph_input.static and isinstance(result := traced.effects[graph_input.node].result, TensorMeta)
+    }
+    found: set[fx.Node] = set()
+    for node in traced.gm.graph.nodes:
+        effects = traced.effects[node]
+        if not effects.is_view or node.op == "placeholder" or not isinstance(effects.result, TensorMeta):
+            continue
+        if effects.result.storage in moving and (strided_name(node) or found & set(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _data_dependent_scalars(traced: TracedGraph) -> set[fx.Node]:
+    """Nodes that carry a data-dependent scalar, directly or through arithmetic.
+
+    Host scalars of the graph's inputs are not among them: they are part of the bucket, so a graph may bake them.
+    """
+    found: set[fx.Node] = set()
+    for node in traced.gm.graph.nodes:
+        effects = traced.effects[node]
+        if node.op in ("placeholder", "get_attr", "output") or effects.result is not None:
+            continue
+        if (effects.reads and not effects.bucket_scalar) or found & set(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def has_unknown_size(traced: TracedGraph, result: Any) -> bool:
+    """Whether the shape of a result, or of an item of it, depends on more than the sizes of the graph's inputs."""
+    sizes = (size for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta) for size in meta.shape)
+    return any(not expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
+
+
+def _why_elsewhere(traced: TracedGraph, node: fx.Node, device: torch.device) -> str | None:
+    """In a graph on an accelerator: the node touches memory of the host or of another one, which no kernel follows."""
+    if device.type == "cpu":
+        return None
+    for touched in (node, *node.all_input_nodes):
+        for meta in pytree.tree_leaves(traced.effects[touched].result):
+            if not isinstance(meta, TensorMeta) or not _are_disjoint(meta.device, device):
+                continue
+            if meta.device.type == "cpu":
+                return f"touches {touched.name} in host memory, the graph runs on {device}"
+            return f"touches {touched.name} on {meta.device}, the graph runs on {device}"
+    return None
+
+
+def _are_disjoint(one: torch.device, other: torch.device) -> bool:
+    """Two devices; one without an index may be any of its type."""
+    return one.type != other.type or (None not in (one.index, other.index) and one.index != other.index)
+
+
+def custom_ops(traced: TracedGraph, node: fx.Node) -> list[str]:
+    """Names of the ops a node calls that are not torch's own, whose schemas and kernels no compiler knows."""
+    return sorted({op for op in traced.effects[node].ops if op.partition("::")[0] not in OWN_NAMESPACES})
+
+
+def is_custom(traced: TracedGraph, node: fx.Node) -> bool:
+    """Whether a value comes from an op that is not one of torch's own."""
+    return bool(custom_ops(traced, traced.producer(node)))
+
+
+def _ops_in_bodies(traced: TracedGraph, node: fx.Node) -> Iterator[str]:
+    """Names of the ops that the sub-graphs of a higher-order op call, at any depth."""
+    for arg in node.all_input_nodes:
+        body = traced.gm.get_submodule(str(arg.target)) if is_body(traced, arg) else None
+        for module in body.modules() if body is not None else ():
+            if isinstance(module, fx.GraphModule):
+                yield from (name for inner in module.graph.nodes for name in _named_ops(inner))
+
+
+def is_body(traced: TracedGraph, arg: fx.Node) -> bool:
+    """Whether an argument is a sub-graph that a higher-order op runs."""
+    return arg.op == "get_attr" and traced.effects[arg].result is None
+
+
+def _named_ops(node: fx.Node) -> list[str]:
+    """The op that a node of a body names; every overload of one that Dynamo did not resolve."""
+    if isinstance(node.target, OpOverloadPacket):
+        return [f"{node.target._qualified_op_name}.{overload}" for overload in node.target.overloads()]
+    return [op_name(node.target)] if isinstance(node.target, OpOverload) else []

@@ -1,0 +1,63 @@
+"""What compiles subgraphs: Inductor and AOTAutograd, in a tracing context of their own.
+
+Nothing here may import Dynamo or Inductor at module level: `dsv4_compile` is imported before they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    pass
+from .dynamo import trace_fakes
+
+
+@contextmanager
+def isolated_tracing() -> Iterator[None]:
+    """A tracing context of the same fake mode, so that compiling a part leaves nothing in that of the whole graph.
+
+    Grad mode and inference mode are off: what is compiled serves calls in any of them.
+    """
+    mode = trace_fakes()
+    context = torch._guards.TracingContext(mode)
+    with torch._guards.tracing(context), torch.inference_mode(False), torch.no_grad(), _floats_are_settled(mode):
+        yield
+
+
+@contextmanager
+def _floats_are_settled(mode: Any) -> Iterator[None]:
+    """Parts hold host scalars as constants, so AOTAutograd need not restart the trace to make them so."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    added = {str(symbol) for symbol in mode.shape_env.backed_var_to_val if symbol_is_type(symbol, SymT.FLOAT)}
+    added -= TensorifyState.force_specializations
+    TensorifyState.force_specializations |= added
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= added
+
+
+def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph for the size symbols of the current trace."""
+    import torch._inductor.config
+
+    # Random kernels draw what eager ones do. An engine of ours captures, so Inductor must not. Layouts are checked
+    # where they come from: Dynamo guards those of inputs, `check_layout` looks at those of ops, slots are as planned.
+    choices = {"fallback_random": True, "triton.cudagraphs": False, "size_asserts": False}
+    with torch._inductor.config.patch(choices):
+        return torch._inductor.standalone_compile(gm, list(fakes), dynamic_shapes="from_tracing_context")
+
+
+def compile_with_aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """AOTAutograd's graph of ops, run as it is."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiled: Callable[..., Any] = lookup_backend("aot_eager")(gm, list(fakes))
+    return compiled

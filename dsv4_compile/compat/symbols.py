@@ -1,0 +1,67 @@
+"""Size symbols: SymInts, their expressions, and the bounds and nodes that go with them.
+
+Nothing here may import sympy at module level: `dsv4_compile` is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    import sympy
+
+
+def expr_of(size: Any) -> sympy.Expr:
+    """The sympy expression of an int or a SymInt."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    import sympy
+
+    return sympy.Integer(size)
+
+
+def size_text(size: Any) -> str:
+    """The expression of an int or a SymInt as text; most are ints, of which sympy takes its time to make a text."""
+    return str(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
+def hint_of(size: Any) -> int:
+    """The value an int or a SymInt had when the graph was traced."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """A symbol whose value is only known once data is there."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+
+
+def build_expr(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node], graph: fx.Graph) -> Any:
+    """Nodes that compute a size expression from size symbols, appended at the graph's insertion point.
+
+    Returns an int for a constant, else a node.
+    """
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    if expr.is_Integer:
+        return int(expr)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    environment = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expr.free_symbols}
+    return sympy_interp(PythonReferenceAnalysis, environment, expr).node
+
+
+def upper_bound(expr: sympy.Expr) -> int | None:
+    """The largest value that the current trace's shape environment allows for an expression, if it is finite."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    shape_env = None if mode is None else mode.shape_env
+    if shape_env is None:
+        return None
+    upper = shape_env.bound_sympy(expr).upper
+    # an unbounded size has the largest index, or a symbol for infinity, as its bound
+    return int(upper) if upper.is_Integer and upper < torch.iinfo(torch.int32).max else None

@@ -1,0 +1,146 @@
+"""From what Dynamo hands to a backend to a `TracedGraph`: a private copy of the graph and its named inputs.
+
+Dynamo's graph comes before AOTAutograd: method calls, in-place ops, views and setitem, with parameters, buffers
+and size symbols as placeholders. Example inputs are the real tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..compat.dispatch import is_traceable_wrapper_subclass
+from ..compat.dynamo import (
+    is_float_argument,
+    is_kept_in_module,
+    is_module_buffer,
+    is_static_input,
+    measures_tensor,
+    module_of,
+    source_of,
+)
+from ..compat.symbols import expr_of
+from ..errors import TrainingError, UnsupportedInputError
+from ..ops.registry import RegisteredOp
+from .traced import GraphInput, Provenance, TracedGraph
+
+
+def trace_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ops: Mapping[str, RegisteredOp],
+    break_reason: str | None = None,
+) -> TracedGraph:
+    """Copy the graph and describe its inputs.
+
+    Args:
+        gm: Dynamo's graph; it is not changed.
+        example_inputs: one real tensor or SymInt per placeholder.
+        ops: roles of ops by name.
+        break_reason: why Dynamo ended the graph before the function did, if so.
+
+    Raises:
+        TrainingError: grad is enabled and an input requires grad.
+        UnsupportedInputError: an input is a wrapper subclass of Tensor.
+    """
+    copy = _copy_graph(gm)
+    placeholders = [node for node in copy.graph.nodes if node.op == "placeholder"]
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        _refuse_training(node, example)
+        _refuse_subclass(node, example)
+    inputs = tuple(_input(node, example) for node, example in zip(placeholders, example_inputs, strict=True))
+    notes = () if break_reason is None else (f"graph break: what follows is not in this plan ({break_reason})",)
+    return TracedGraph(
+        gm=copy,
+        original=gm,
+        inputs=inputs,
+        ops=ops,
+        symbols=_symbol_inputs(inputs),
+        device=_device(inputs),
+        notes=notes,
+    )
+
+
+def _device(inputs: Sequence[GraphInput]) -> torch.device:
+    devices = (i.value.device for i in inputs if isinstance(i.value, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _input(node: fx.Node, example: Any) -> GraphInput:
+    static = isinstance(example, torch.Tensor) and is_static_input(example)
+    owned = isinstance(example, torch.nn.Parameter) or is_module_buffer(node)
+    return GraphInput(
+        node=node,
+        name=_name(node),
+        value=node.meta["example_value"],
+        provenance=_provenance(example),
+        static=static,
+        declared_static=owned or (static and not is_kept_in_module(node)),
+        number=is_float_argument(node),
+        scalar=_scalar(example),
+        owned=owned,
+        measures=measures_tensor(node),
+    )
+
+
+def _name(node: fx.Node) -> str:
+    return readable_name(source_of(node))
+
+
+def readable_name(source: str) -> str:
+    """How a user would write a Dynamo source: "L['self']._modules['wq']._parameters['weight']" is "wq.weight"."""
+    name = re.sub(r"\._(modules|parameters|buffers)\['([^']*)'\]", r".\2", source)
+    name = re.sub(r"^[LG]\['([^']*)'\]", r"\1", name)
+    name = re.sub(r"\['([^']*)'\]", r".\1", name)
+    return name.removeprefix("self.")
+
+
+def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    return module_of(gm, graph)
+
+
+def _provenance(example: Any) -> Provenance:
+    if not isinstance(example, torch.Tensor):
+        return Provenance.SIZE
+    if isinstance(example, torch.nn.Parameter):
+        return Provenance.WEIGHT
+    return Provenance.BUFFER if is_static_input(example) else Provenance.USER_INPUT
+
+
+def _scalar(example: Any) -> float | None:
+    if isinstance(example, torch.Tensor) and example.numel() == 1 and example.device.type == "cpu":
+        value: float = example.item()
+        return value
+    return None
+
+
+def _symbol_inputs(inputs: Sequence[GraphInput]) -> dict[sympy.Symbol, fx.Node]:
+    symbols: dict[sympy.Symbol, fx.Node] = {}
+    for graph_input in inputs:
+        if isinstance(graph_input.value, torch.SymInt) and (expr := expr_of(graph_input.value)).is_Symbol:
+            symbols.setdefault(expr, graph_input.node)
+    return symbols
+
+
+def _refuse_training(node: fx.Node, example: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(example, torch.Tensor) and example.requires_grad:
+        raise TrainingError(
+            f"dsv4_piecewise is for inference, but grad is enabled and {_name(node)} requires grad: "
+            "call the compiled model under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def _refuse_subclass(node: fx.Node, example: Any) -> None:
+    if is_traceable_wrapper_subclass(example):
+        raise UnsupportedInputError(
+            f"{_name(node)} is a {type(example).__name__}: a captured piece needs plain tensors, "
+            "since a wrapper subclass has several addresses; unwrap it or keep its user outside of the model"
+        )

@@ -1,0 +1,45 @@
+"""From Dynamo's graph to the partitioned one: the trace and the passes, nothing compiled or captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from .compat.dynamo import concrete_fake_inputs, graph_break_reason, symbolic_fake_inputs
+from .config import Config
+from .graph.partitioned import PartitionedGraph
+from .graph.traced import FakeInputs
+from .graph.tracing import trace_graph
+from .ops.registry import snapshot, with_split_ops
+from .passes import Observer, partition_graph, partitioned_passes, pass_name, run_passes, traced_passes
+
+
+def plan_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, observe: Observer
+) -> PartitionedGraph:
+    """Compute what becomes of a graph.
+
+    Args:
+        gm: the graph Dynamo traced; it is not changed.
+        example_inputs: one real tensor or SymInt per placeholder.
+        config: the options.
+        observe: is shown the graph after each pass.
+    """
+    ops = with_split_ops(snapshot(), config.split_ops)
+    traced = trace_graph(gm, example_inputs, ops, graph_break_reason(gm))
+
+    def concrete() -> FakeInputs:
+        mode, values = concrete_fake_inputs(example_inputs)
+        return FakeInputs(mode=mode, values=values, concrete=True)
+
+    def symbolic() -> FakeInputs:
+        mode, values = symbolic_fake_inputs(example_inputs, gm)
+        return FakeInputs(mode=mode, values=values, concrete=False)
+
+    observe("dynamo", traced)
+    traced = run_passes(traced, traced_passes(config, concrete, symbolic), observe)
+    graph = partition_graph(traced)
+    observe(pass_name(partition_graph), graph)
+    return run_passes(graph, partitioned_passes(config), observe)

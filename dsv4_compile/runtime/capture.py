@@ -1,0 +1,96 @@
+"""`dsv4_compile.capture`: warm up and capture the buckets of a compiled model ahead of serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..counting import counters
+from ..log import progress_bar
+
+
+def capture(
+    compiled: Callable[..., Any],
+    inputs_for: Callable[[int], Any],
+    sizes: Iterable[int],
+    *,
+    progress: bool | None = None,
+) -> None:
+    """Call a compiled model twice for each token count, largest first, so that its buckets are captured.
+
+    Caches, buffers and other inputs that compiled graphs write, and the random state, are afterwards as before; what
+    eager code after a graph break writes stays, as in any call. Grad is off during the calls. What graphs write is
+    copied for the time of each call, so where caches fill the device, capture before they are given their full size.
+
+    Args:
+        compiled: what `torch.compile` returned.
+        inputs_for: token count -> arguments of one call, as a tuple, or a dict of keyword arguments; dummy data is
+            fine.
+        sizes: token counts to capture.
+        progress: show a progress bar (needs tqdm); None: on a terminal only.
+
+    Raises:
+        ArgumentError: `compiled` or `inputs_for` cannot be called, or `sizes` is no list of token counts.
+        CaptureError: calling `compiled` ran nothing that this backend compiled.
+    """
+    from ..errors import CaptureError
+    from .restore_inputs import restoring_calls
+
+    _check_callable("compiled", compiled)
+    _check_callable("inputs_for", inputs_for)
+    in_order = sorted(_checked(sizes), reverse=True)
+    with torch.no_grad(), restoring_calls() as restored, progress_bar(len(in_order), "bucket", progress) as advance:
+        graphs = 0
+        for size in in_order:
+            _call_twice(compiled, inputs_for(size))
+            if not restored.calls:
+                raise CaptureError(
+                    f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
+                    'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
+                )
+            if size == in_order[0]:
+                graphs = counters.graphs_compiled
+            advance(1)
+        if in_order and counters.graphs_compiled != graphs:
+            # a size that happened to be that of another dim was no symbol of its own: a later graph serves it too
+            for size in in_order:
+                _call_twice(compiled, inputs_for(size))
+
+
+def _call_twice(compiled: Callable[..., Any], inputs: Any) -> None:
+    for _ in range(2):  # the first call of a bucket is its warm-up
+        _call(compiled, inputs)
+
+
+def _check_callable(argument: str, value: object) -> None:
+    from ..errors import ArgumentError
+
+    if not callable(value):
+        raise ArgumentError(
+            f"capture: {argument} is {value!r}, which cannot be called; the order is compiled, inputs_for, sizes"
+        )
+
+
+def _checked(sizes: object) -> set[int]:
+    from ..errors import ArgumentError
+
+    if not isinstance(sizes, Iterable):
+        raise ArgumentError(f"capture: sizes is {sizes!r}; it must be a list of token counts")
+    given = list(sizes)
+    for size in given:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"capture: sizes has {size!r}; a token count is an integer of at least 1")
+    return set(given)
+
+
+def _name(compiled: object) -> str:
+    return getattr(compiled, "__name__", type(compiled).__name__)
+
+
+def _call(compiled: Callable[..., Any], inputs: Any) -> None:
+    if isinstance(inputs, Mapping):
+        compiled(**inputs)
+    else:
+        compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))

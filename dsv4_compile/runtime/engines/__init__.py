@@ -1,0 +1,1 @@
+"""What records and replays pieces: two engines with one contract."""

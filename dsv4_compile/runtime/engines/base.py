@@ -1,0 +1,136 @@
+"""What an engine is: it records the work of a callable once and replays that work, without the callable.
+
+Two engines keep the same contract, and nothing outside this folder knows which one runs:
+
+- `host` (CPU): a recorder of torch ops that behaves as a CUDA graph does, so that a mistake shows without a GPU.
+- `cuda`: a thin layer over `torch.cuda.CUDAGraph`.
+
+The contract, for a callable given to `capture`:
+
+- No kernel runs while it is recorded; its tensors hold nothing of use until the first replay.
+- A replay runs the recorded kernels on the recorded addresses with the recorded numbers, and no Python of it.
+- What needs a value on the host is refused.
+- It writes results into tensors of its caller. Its temporaries come from the pool, and their memory goes to a later
+  capture of the same pool once the last reference is gone.
+- Random kernels draw fresh numbers in every replay, and recording draws none.
+
+Captures exclude each other (see `capture_state`). Captured graphs that share a pool share memory: neither two replays
+nor a replay and a capture of one pool may run at the same time, and seeing to that is the caller's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from ...analysis.slot_placement import ALIGNMENT
+from ...errors import CaptureError
+
+# Two bytes that are NaN in every float type of torch, and a huge number in integers of 16 bits and more.
+POISON = 0x7FFF
+
+
+class Pool(Protocol):
+    """Memory of piece-internal temporaries; several captures may share one."""
+
+
+class CapturedGraph(Protocol):
+    """One captured graph.
+
+    Attributes:
+        replay: runs the recorded work. After `release` it raises CaptureError, also where it was taken out before.
+    """
+
+    replay: Callable[[], None]
+
+    def release(self) -> None:
+        """Free the capture and the pool memory that only it uses; a second call does nothing."""
+
+
+class Engine(Protocol):
+    """The verbs of both engines.
+
+    Attributes:
+        name: "host" or "cuda".
+        replays_in_captures: whether a captured graph may be replayed in a thread that records another graph.
+    """
+
+    name: str
+    replays_in_captures: bool
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory that outlives captures: see `allocate_poisoned`."""
+
+    def make_pool(self) -> Any:
+        """A new `Pool` for captures of this engine."""
+
+    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> None:
+        """Call `run` for real, once, where captures of this engine will record it (cuda: on the same streams).
+
+        Args:
+            run: takes and returns nothing.
+            streams: how many side streams `capture` will offer; an engine may offer them here already.
+        """
+
+    def capture(self, run: Callable[[], None], pool: Any, *, name: str, streams: int = 0) -> CapturedGraph:
+        """Call `run` once, recording its work.
+
+        Args:
+            run: takes and returns nothing; writes its results into tensors that the caller owns.
+            pool: from `make_pool`.
+            name: what is recorded, for errors: "piece_3 of bucket (16,)".
+            streams: how many side streams `capture_state.current_streams` offers to `run`.
+
+        Raises:
+            CaptureError: `run` does something that a graph cannot hold, or this thread is recording already.
+            StreamRaceError: host engine only: work on two streams conflicts, and no event orders it.
+            Exception: whatever `run` raises; nothing is left of the capture then.
+        """
+
+
+class LaunchRecord:
+    """A `CapturedGraph`: calls that replay in order, and what has to live as long as they do."""
+
+    def __init__(self, name: str, launches: list[Callable[[], None]], keep_alive: list[Any]) -> None:
+        def replay() -> None:
+            for launch in launches:
+                launch()
+
+        self.replay: Callable[[], None] = replay
+        self._name = name
+        self._launches = launches
+        self._keep_alive = keep_alive
+
+    def release(self) -> None:
+        """See `CapturedGraph.release`."""
+        self._launches[:] = [partial(_refuse_replay, self._name)]
+        self._keep_alive.clear()
+
+    def __len__(self) -> int:
+        """How many calls a replay makes."""
+        return len(self._launches)
+
+
+def _refuse_replay(name: str) -> NoReturn:
+    raise CaptureError(f"{name} was replayed after its release: its memory is gone. Capture it again.")
+
+
+def allocate_poisoned(nbytes: int, device: torch.device) -> Tensor:
+    """Memory outside any pool and outside inference mode, so that it may be written in any mode.
+
+    Args:
+        nbytes: how much.
+        device: where.
+
+    Returns:
+        uint8 [nbytes], aligned to 256 bytes, filled with `POISON`: a NaN or a huge index shows, a zero would not.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        pairs = torch.full(((nbytes + ALIGNMENT + 1) // 2,), POISON, dtype=torch.int16, device=device)
+        memory = pairs.view(torch.uint8)
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + nbytes]

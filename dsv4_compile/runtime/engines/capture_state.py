@@ -1,0 +1,167 @@
+"""What this thread records, who has to be told of it, which streams it may use, and what surrounds each capture.
+
+One process-wide lock serialises captures, and what must not run beside one: a second thread that wants to capture waits
+until the first is done. A thread that already records is refused: a graph cannot hold another one. Replays take no
+lock.
+
+While a capture runs, garbage collection is paused (a finaliser would run its kernels into the capture, and freeing
+memory invalidates a CUDA capture), autocast's cache of cast weights is off (a cast that was recorded holds no value
+yet, and one made before is freed by the end of its autocast block), and grad mode is off. All of it goes back to what
+it was, however the capture ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Held again by the thread that holds it: an op of a piece that warms up may call a compiled function of its own.
+_capture_lock = threading.RLock()
+
+
+class OpaqueRecorder(Protocol):
+    """An engine that has to be told of functions whose kernels do not go through torch's dispatcher."""
+
+    def record_function(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        written: Sequence[bool],
+        returns: Sequence[Tensor],
+    ) -> Sequence[Tensor]:
+        """Record a call of `function`, as one launch, without calling it; see `launch`."""
+
+
+class Streams(Protocol):
+    """What an engine offers to what runs in a capture or its warm-up: streams whose work is ordered by events alone.
+
+    Stream 0 is where everything runs that is not told otherwise. A side stream is forked from it by a first wait, and
+    has to be joined into it by a last one.
+    """
+
+    def on(self, stream: int) -> AbstractContextManager[None]:
+        """Give the work of a block to a stream."""
+
+    def record(self, stream: int) -> object:
+        """A new event for all the work that a stream was given so far."""
+
+    def wait(self, stream: int, event: object) -> None:
+        """Let a stream wait for an event before its next work."""
+
+
+class _Recorded(threading.local):
+    """What this thread records, who has to be told of opaque functions, and the streams it may use."""
+
+    name: str | None = None
+    recorder: OpaqueRecorder | None = None
+    streams: Streams | None = None
+
+
+_recorded = _Recorded()
+
+
+def is_capturing() -> bool:
+    """True in the thread that records a graph, while it does: through this package, or by torch on a CUDA stream."""
+    if _recorded.name is not None:
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def launch(
+    name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool], returns: Sequence[Tensor]
+) -> Any:
+    """Call a compiled function, or have it recorded.
+
+    Args:
+        name: what it is, for errors.
+        function: takes `args`.
+        args: tensors and numbers; all memory it touches but for what it allocates itself.
+        written: which of them it writes.
+        returns: what it returns, on the meta device.
+
+    Returns:
+        What `function` returns; in a captured graph, tensors as in `returns`, which hold it after a replay.
+    """
+    if _recorded.recorder is None:
+        return function(*args)
+    return _recorded.recorder.record_function(name, function, args, written, returns)
+
+
+def current_streams() -> Streams | None:
+    """The streams that what runs now may use; None where all work is to be done in order."""
+    return _recorded.streams
+
+
+@contextmanager
+def offering(streams: Streams | None) -> Iterator[None]:
+    """Offer streams to what runs in a block."""
+    _recorded.streams, before = streams, _recorded.streams
+    try:
+        yield
+    finally:
+        _recorded.streams = before
+
+
+@contextmanager
+def recording(name: str, recorder: OpaqueRecorder | None = None) -> Iterator[None]:
+    """What surrounds one capture; see the module docstring.
+
+    Args:
+        name: what is recorded, for errors.
+        recorder: who records calls of `launch`; None where kernels are recorded wherever they come from.
+
+    Raises:
+        CaptureError: this thread is recording already.
+    """
+    if is_capturing():
+        from ...errors import CaptureError
+
+        outer = _recorded.name or "a CUDA graph of somebody else"
+        raise CaptureError(
+            f"cannot capture {name}: this thread is recording {outer}, and a capture cannot hold another one. "
+            "Capture it before, or call what it would hold directly."
+        )
+    with _capture_lock, _paused_gc(), _no_autocast_cache(), torch.no_grad():
+        _recorded.name, _recorded.recorder = name, recorder
+        try:
+            yield
+        finally:
+            _recorded.name, _recorded.recorder = None, None
+
+
+@contextmanager
+def no_capture_elsewhere() -> Iterator[None]:
+    """Let no other thread capture meanwhile; waits for one that does."""
+    if _recorded.name is not None:
+        yield
+        return
+    with _capture_lock:
+        yield
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)

@@ -1,0 +1,187 @@
+"""The engine for CUDA inputs, over `torch.cuda.CUDAGraph`. It has not run on hardware yet.
+
+What it takes care of, each learnt by others the hard way:
+
+- One stream for the work of all pieces of a device, warm-up and capture: what cuBLAS makes per thread and per stream
+  (a handle, workspaces) is there before a capture, once and not in a graph's pool.
+- A capture begins and ends on another stream, from which that of the work is forked. In torch 2.13 a graph that goes
+  takes the cuBLAS workspaces of the stream that its capture began on with it (pytorch#193402), and other graphs would
+  go on writing to them.
+- `thread_local` capture mode: another thread's CUDA call does not invalidate the capture.
+- Garbage collection paused and autocast's cache off while capturing (`capture_state`).
+- Memory that outlives a capture (`allocate`) comes from outside any pool.
+- Events are made anew for each use (by `wait_stream`). Streams that the recorded code forks itself it has to join
+  itself; CUDA refuses the capture otherwise.
+- No warm-up while another thread captures: it would run on the streams that are being captured, and become part of
+  somebody else's graph.
+- The default generator of the device is registered with every graph by torch; a generator of the user's has to be put
+  into `generators` before a piece that draws from it is captured.
+- torch refuses a capture into a pool whose graphs are all gone: then a pool takes another handle.
+- A capture that CUDA has found invalid (a value was copied to the host) cannot be ended, and torch's allocators may
+  go on recording to its pool: the one of the device is told to stop, the one of pinned memory cannot be. So later
+  captures get another pool, and the graph is kept, which that allocator asks whether it records. Before torch 2.13 its
+  generators count as capturing, and draw nothing else, until another capture ends well: so one is made.
+- No synchronisation, garbage collection or emptying of caches per capture: with a hundred pieces in each of dozens
+  of buckets that took longer than the captures.
+
+Left to the caller: capture the largest bucket first; replay right after capture, since a graph's outputs hold nothing
+before; release the captured graphs before a process group is destroyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....analysis.slot_placement import ALIGNMENT
+from ....compat.cuda import stop_recording_to_pool
+from ....errors import CaptureError, Dsv4Error
+from ..base import LaunchRecord, allocate_poisoned
+from ..capture_state import no_capture_elsewhere, offering, recording
+from ..user_line import line_of
+from .pool import CudaPool
+from .streams import SideStreams
+
+
+class CudaEngine:
+    """See `engine.Engine`. Threads may share it: captures exclude each other.
+
+    Args:
+        device: the CUDA device; without an index, the current one.
+
+    Attributes:
+        generators: the user's generators that captured work draws from.
+    """
+
+    name = "cuda"
+    replays_in_captures = False  # CUDA launches no graph into a capture, and finds the capture invalid
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.generators: list[torch.Generator] = []
+        self._device = torch.device("cuda", index)
+        self._origin = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)
+        self._side_streams = SideStreams(self._device)
+        self._invalid: list[torch.cuda.CUDAGraph] = []
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """See `Engine.allocate`."""
+        memory = allocate_poisoned(nbytes, device)
+        assert memory.data_ptr() % ALIGNMENT == 0, "torch aligns CUDA memory to 512 bytes"
+        return memory
+
+    def make_pool(self) -> CudaPool:
+        """See `Engine.make_pool`."""
+        return CudaPool()
+
+    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> None:
+        """See `Engine.warm_up`."""
+        streams_offered = offering(self._side_streams.streams(self._stream, streams))
+        with no_capture_elsewhere(), self._on(self._stream), streams_offered:
+            run()
+
+    def capture(self, run: Callable[[], None], pool: CudaPool, *, name: str, streams: int = 0) -> LaunchRecord:
+        """See `Engine.capture`."""
+        # ordered with the caller's work, since a begin writes seeds and offsets of generators that replays read
+        with recording(name), self._on(self._origin):
+            self._side_streams.prepare_blas(self._stream, streams)
+            shared = pool.join()
+            graph = self._new_graph()
+            try:
+                self._record(graph, run, pool, streams)
+            except Dsv4Error:
+                raise  # that of a capture inside of this one speaks of captures too
+            except RuntimeError as error:
+                if "captur" in str(error):
+                    raise _refusal(name, error) from error
+                raise
+            del shared  # it kept the pool alive
+        return CudaCapturedGraph(name, graph, pool)
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        return graph
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: CudaPool, streams: int) -> None:
+        try:
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            self._stream.wait_stream(self._origin)
+            with torch.cuda.stream(self._stream), offering(self._side_streams.streams(self._stream, streams)):
+                run()
+            self._origin.wait_stream(self._stream)
+        except BaseException:
+            with suppress(RuntimeError):  # the first error counts
+                self._origin.wait_stream(self._stream)
+            with suppress(RuntimeError, Warning):  # torch warns of a graph without kernels
+                self._end(graph, pool)
+            graph.reset()
+            raise
+        self._end(graph, pool)
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+        """End a capture, once; see the module docstring for one that is invalid."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._drop(graph, pool.handle)
+            pool.renew()
+            self._free_generators()
+            raise
+
+    def _drop(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+        graph.reset()  # first: that of torch 2.14 does itself what the next line does, which must not come twice
+        stop_recording_to_pool(self._device.index, handle)
+        self._invalid.append(graph)
+
+    def _free_generators(self) -> None:
+        graph, handle = self._new_graph(), torch.cuda.graph_pool_handle()
+        try:
+            try:
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)  # torch warns of a graph without kernels
+            finally:
+                graph.capture_end()
+        except RuntimeError:  # the error of the capture before counts
+            self._drop(graph, handle)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Make a stream current, after the caller's work so far and before the caller's next."""
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+class CudaCapturedGraph(LaunchRecord):
+    """A captured graph whose replay is one graph launch on the current stream."""
+
+    def __init__(self, name: str, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+        super().__init__(name, [graph.replay], [graph])
+        self._graph = graph
+        self._in_pool = pool.graphs
+        self._in_pool.add(self)
+
+    def release(self) -> None:
+        """See `CapturedGraph.release`."""
+        super().release()
+        self._in_pool.discard(self)
+        self._graph.reset()
+
+
+def _refusal(name: str, error: RuntimeError) -> CaptureError:
+    return CaptureError(
+        f"CUDA refused the graph of {name} ({line_of(error)}): {error}. Usual causes: a value copied to the host, "
+        "an error that the recorded code swallowed, a stream that was forked and not joined. Move what does it into "
+        "an op that is registered as a split op."
+    )

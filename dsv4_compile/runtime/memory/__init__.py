@@ -1,0 +1,1 @@
+"""Memory of captured calls, and which inputs of a call share theirs."""

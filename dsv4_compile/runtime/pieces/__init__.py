@@ -1,0 +1,1 @@
+"""What runs a piece, as it is, checked or compiled."""

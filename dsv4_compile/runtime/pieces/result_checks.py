@@ -1,0 +1,63 @@
+"""What an op gives is what its schema and its fake promised; checked while nothing is replayed.
+
+A plan is made from promises. A wrong one would not crash: a copy into a slot converts dtypes, and cuts the tie between
+a result and the buffer that it really is. Strides may differ, since what crosses is copied; but a compiled piece reads
+the results of its own custom ops where they are, so there they may not. Warm-ups and captures check, and with compiled
+pieces every uncaptured call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...compat.dispatch import OpOverload, op_name, pytree
+from ...errors import AliasingOpError, LayoutMismatchError
+from ...graph.source_lines import where
+from ...graph.traced import TensorMeta, TracedGraph
+
+
+def check_layout(traced: TracedGraph, node: fx.Node, value: Tensor, promised: Tensor, *, strides: bool = False) -> None:
+    """Raise LayoutMismatchError unless a value has the shape and dtype, and if asked the strides, of the plan."""
+    is_alike = value.dtype == promised.dtype and value.shape == promised.shape
+    if is_alike and (not strides or has_strides_of(value, promised)):
+        return
+    producer = traced.producer(node)
+    raise LayoutMismatchError(
+        f"{_name(producer)} gave {_layout(value, strides)}, its fake promised {_layout(promised, strides)} "
+        f"({where(producer)}): make the fake of the op agree with the op (torch.library.opcheck finds this)"
+    )
+
+
+def has_strides_of(value: Tensor, promised: Tensor) -> bool:
+    """Whether elements lie in the same order; the stride of a dim of one element means nothing."""
+    pairs = zip(value.size(), value.stride(), promised.stride(), strict=True)
+    return value.numel() == 0 or all(size == 1 or stride == other for size, stride, other in pairs)
+
+
+def _layout(tensor: Tensor, strides: bool) -> str:
+    text = f"{list(tensor.shape)} {tensor.dtype}"
+    return f"{text} with strides {list(tensor.stride())}" if strides else text
+
+
+def check_fresh(traced: TracedGraph, node: fx.Node, value: Any, taken: Any) -> None:
+    """Raise AliasingOpError if a value shares memory with what it was made from, and the plan knows nothing of it."""
+    producer = traced.producer(node)
+    if not traced.effects[producer].makes or traced.effects[node].is_view:
+        return
+    storages = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(taken) if isinstance(t, Tensor)} - {0}
+    promised = pytree.tree_leaves(traced.effects[node].result)
+    for tensor, meta in zip(pytree.tree_leaves(value), promised, strict=False):
+        is_fresh = isinstance(meta, TensorMeta) and meta.storage in traced.effects[producer].makes
+        if is_fresh and isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
+            raise AliasingOpError(
+                f"op {_name(producer)} returned memory of an argument, but its schema promises a fresh tensor "
+                f"({where(producer)}): return nothing, return a clone, or declare the alias"
+            )
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, OpOverload):
+        return op_name(node.target)
+    return str(getattr(node.target, "__name__", node.target))

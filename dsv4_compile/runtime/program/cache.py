@@ -1,0 +1,124 @@
+"""The programs of one compiled graph, by key; each goes when a parameter or buffer that it was captured with dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..memory.overlap import OverlapCheck
+from .builder import Program
+from .keys import Key
+
+ParameterAddresses = tuple[int, ...]
+# For how many sets of addresses a bucket is kept with the same parameters and buffers.
+ADDRESS_SETS = 4
+# Buckets remembered for `recaptures` after their entries went; host scalars make new ones without end.
+STALE_BUCKETS = 1024
+Bucket = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedProgram:
+    """A captured bucket.
+
+    Attributes:
+        program: what replays it.
+        overlap: notices calls in which a written input overlaps another.
+        bucket: sizes and host scalars.
+        parameter_addresses: addresses of the parameters and buffers it was captured with.
+    """
+
+    program: Program
+    overlap: OverlapCheck
+    bucket: Bucket
+    parameter_addresses: ParameterAddresses
+
+
+class ProgramCache:
+    """Maps keys to entries. Changes are made under the lock of the callable, except that a finaliser may drop entries
+    at any time: dropping one takes single dictionary operations, and whoever runs its program holds it."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Key, CachedProgram] = {}
+        self._references: dict[Key, list[weakref.ref[Tensor]]] = {}
+        self._stale: dict[Bucket, None] = {}  # in order of age
+
+    def get(self, key: Key) -> CachedProgram | None:
+        """The entry of a key."""
+        return self._programs.get(key)
+
+    def add(self, key: Key, entry: CachedProgram, owned: Sequence[Tensor]) -> bool:
+        """Keep an entry for as long as all of `owned` live.
+
+        Returns:
+            Whether its bucket had been captured before, with static inputs that have moved since or are gone.
+        """
+        this = weakref.ref(self)  # not self: the finaliser would keep all of it alive until the collector comes
+
+        def forget(_: object) -> None:
+            owner = this()
+            if owner is not None:
+                owner._drop(key)
+
+        self._references[key] = [weakref.ref(tensor, forget) for tensor in owned]
+        self._programs[key] = entry
+        is_again = entry.bucket in self._stale
+        self._stale.pop(entry.bucket, None)
+        for bucket in list(self._stale)[:-STALE_BUCKETS]:
+            self._stale.pop(bucket, None)
+        return is_again
+
+    def buckets(self, parameter_addresses: ParameterAddresses) -> set[Bucket]:
+        """The buckets that are captured with these parameters and buffers."""
+        return {
+            entry.bucket for entry in list(self._programs.values()) if entry.parameter_addresses == parameter_addresses
+        }
+
+    def drop_moved(self) -> None:
+        """Drop entries whose parameters or buffers are elsewhere now."""
+        for key, entry in list(self._programs.items()):
+            if self._has_moved(key, entry):
+                self._drop(key)
+
+    def drop_oldest(self, bucket: Bucket, parameter_addresses: ParameterAddresses) -> list[Key]:
+        """Make room for one more entry of a bucket with these parameters and buffers.
+
+        It may have several, with other addresses of its other static inputs: two buffers that are used in turn.
+
+        Returns:
+            The keys of those that had to go, which may have been of use still.
+        """
+        alive = list(self._programs.items())
+        others = [
+            key for key, entry in alive if (entry.bucket, entry.parameter_addresses) == (bucket, parameter_addresses)
+        ]
+        if others:
+            self._stale[bucket] = None
+        dropped = others[: max(0, len(others) + 1 - ADDRESS_SETS)]
+        for key in dropped:
+            self._drop(key)
+        return dropped
+
+    def clear(self) -> None:
+        """Drop all."""
+        for key in list(self._programs):
+            self._drop(key)
+
+    def _has_moved(self, key: Key, entry: CachedProgram) -> bool:
+        references = self._references.get(key)
+        if references is None:
+            return True  # a finaliser was here meanwhile
+        tensors = [reference() for reference in references]
+        return any(
+            tensor is None or tensor.data_ptr() != address
+            for tensor, address in zip(tensors, entry.parameter_addresses, strict=True)
+        )
+
+    def _drop(self, key: Key) -> None:
+        self._references.pop(key, None)
+        entry = self._programs.pop(key, None)
+        if entry is not None:
+            self._stale[entry.bucket] = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import random_hf_model, save_as_released, tiny_hf_config
+from hf_models import YARN, random_hf_model, save_as_released, tiny_hf_config
 from torch import Tensor, fx, nn
 from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
@@ -90,6 +90,25 @@ def test_one_layer_equals_transformers(ratio: int) -> None:
         expected = hf_layer(model, hidden)
         for chunk in (300, 37):
             torch.testing.assert_close(our_layer(swapped, hidden, chunk), expected, rtol=0, atol=1e-5)
+
+
+# each without an attention factor of its own, so that transformers makes one, or with one
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", **YARN},
+    "yarn 0.8": {"rope_type": "yarn", **YARN, "attention_factor": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_one_layer_with_scaled_rope_equals_transformers(ratio: int, name: str) -> None:
+    own = {"partial_rotary_factor": 0.25, **SCALED[name]}
+    parameters = {"main": {**own, "rope_theta": 500.0}, "compress": {**own, "rope_theta": 7000.0}}
+    model = random_hf_model(tiny_hf_config((ratio,), rope_parameters=parameters), seed=ratio)
+    hidden = torch.randn(300, 48, generator=torch.Generator().manual_seed(1))
+    expected = hf_layer(model, hidden)
+    torch.testing.assert_close(our_layer(swap_attention(model), hidden, 37), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])

@@ -12,11 +12,13 @@ from .caches import layer_cache_specs as layer_cache_specs
 from .compressor import Compressor as Compressor
 from .config import DeepseekV4Config as DeepseekV4Config
 from .config import LayerKind as LayerKind
-from .config import YarnScaling as YarnScaling
 from .indexer import Indexer as Indexer
 from .norm import RMSNorm as RMSNorm
 from .rope import RotaryTable as RotaryTable
 from .rope import build_cos_sin as build_cos_sin
+from .rope_parameters import LinearScaling as LinearScaling
+from .rope_parameters import RopeScaling as RopeScaling
+from .rope_parameters import YarnScaling as YarnScaling
 from .shared import SharedBuffers as SharedBuffers
 from .shared import TopkIndices as TopkIndices
 from .stack import AttentionStack as AttentionStack

@@ -9,7 +9,6 @@ not a surprise in a kernel.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedConfigError, did_you_mean
+from .checks import check_kind, check_numbers
+from .rope_parameters import RopeScaling, YarnScaling, read_rope
 
 KV_CACHE_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,16 +39,6 @@ class LayerKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN parameters of the compressed layers' RoPE; there is no attention factor in this model."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeepseekV4Config:
     """Sizes of the attention layers and of their caches.
 
@@ -56,6 +47,8 @@ class DeepseekV4Config:
     Attributes:
         compress_ratios: one of 0, 4, 128 per layer; more entries than layers are kept and not used (the released
             checkpoints add one for their MTP layer).
+        rope_scaling, main_rope_scaling: of the compressed layers and of the sliding-window layers; the released models
+            scale the first only.
         max_num_batched_tokens: rows of the persistent top-k buffer: the most tokens of one step.
         kv_cache_dtype: "auto" (the dtype of the model), "float32" or "bfloat16".
         swa_block_size: tokens in a block of the sliding-window cache.
@@ -82,9 +75,10 @@ class DeepseekV4Config:
     rms_norm_eps: float
     rope_theta: float
     compress_rope_theta: float
-    rope_scaling: YarnScaling | None
+    rope_scaling: RopeScaling | None
     max_position_embeddings: int
     vocab_size: int
+    main_rope_scaling: RopeScaling | None = None
     max_num_batched_tokens: int = 8192
     kv_cache_dtype: str = "auto"
     swa_block_size: int = 64
@@ -93,9 +87,11 @@ class DeepseekV4Config:
     c128_state_block_size: int = 8
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        if self.rope_scaling is not None:
-            _check_numbers(self.rope_scaling)
+        check_numbers(self)
+        for name in ("rope_scaling", "main_rope_scaling"):
+            if (scaling := getattr(self, name)) is not None:
+                check_kind(name, scaling, RopeScaling, "a LinearScaling, a YarnScaling or None")
+                check_numbers(scaling)
         object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
         _check_cache_dtype(self.kv_cache_dtype)
         _check_layers(self.compress_ratios, self.num_hidden_layers)
@@ -104,6 +100,12 @@ class DeepseekV4Config:
     def kind(self, layer_idx: int) -> LayerKind:
         """The kind of a layer."""
         return LayerKind(self.compress_ratios[layer_idx])
+
+    def rope(self, kind: LayerKind) -> tuple[float, RopeScaling | None]:
+        """Base and scaling of every RoPE in a layer of the given kind."""
+        if kind is LayerKind.SWA:
+            return self.rope_theta, self.main_rope_scaling
+        return self.compress_rope_theta, self.rope_scaling
 
     def cache_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of the key and value caches of a model of the given dtype."""
@@ -130,11 +132,12 @@ class DeepseekV4Config:
         values = config_values(config)
         for name, (kind, words) in _NESTED.items():
             if values.get(name) is not None:
-                _check_kind(name, values[name], kind, words)
+                check_kind(name, values[name], kind, words)
         read = {name: values[name] for name in (f.name for f in fields(cls)) if values.get(name) is not None}
         read["compress_ratios"] = _read_ratios(values)
-        read["qk_rope_head_dim"] = _read_rope_dims(values)
-        read.update(_read_rope(values))
+        # what transformers fills in when it reads a configuration, an object of it may still lack
+        is_object = not isinstance(config, (Mapping, str, os.PathLike))
+        read.update(read_rope(values, None if is_object else values.get("partial_rotary_factor")))
         read.update(_checked(overrides))
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in read]
         if missing:
@@ -294,57 +297,6 @@ def _read_ratios(values: Mapping[str, Any]) -> tuple[int, ...]:
     if unknown:
         raise UnsupportedConfigError(f"layer_types has {', '.join(unknown)}; supported are {', '.join(_LAYER_TYPES)}")
     return tuple(rates[layer_type] for layer_type in layer_types)
-
-
-def _read_rope_dims(values: Mapping[str, Any]) -> int:
-    """Released checkpoints give the width, transformers the fraction of the head."""
-    if values.get("qk_rope_head_dim") is not None:
-        return int(values["qk_rope_head_dim"])
-    if values.get("partial_rotary_factor") is None:
-        raise UnsupportedConfigError("the configuration has neither qk_rope_head_dim nor partial_rotary_factor")
-    return int((values.get("head_dim") or 0) * values["partial_rotary_factor"])
-
-
-def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested = values.get("rope_parameters") or {}
-    if "main" in nested and "compress" in nested:
-        for name in ("main", "compress"):
-            _check_kind(f"rope_parameters[{name!r}]", nested[name], Mapping, "a dict")
-        return {
-            "rope_theta": nested["main"].get("rope_theta"),
-            "compress_rope_theta": nested["compress"].get("rope_theta"),
-            "rope_scaling": _read_yarn(nested["compress"]),
-        }
-    return {"rope_scaling": _read_yarn(values.get("rope_scaling") or nested)}
-
-
-def _read_yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type == "default":
-        return None
-    if rope_type != "yarn":
-        raise UnsupportedConfigError(f"RoPE scaling {rope_type!r} is not supported; supported are default and yarn")
-    if scaling.get("attention_factor", 1.0) != 1.0:
-        raise UnsupportedConfigError("YaRN with an attention_factor other than 1.0 is not supported")
-    missing = [f.name for f in fields(YarnScaling) if f.default is MISSING and f.name not in scaling]
-    if missing:
-        raise UnsupportedConfigError(f"YaRN scaling lacks {', '.join(missing)}")
-    return YarnScaling(**{f.name: scaling[f.name] for f in fields(YarnScaling) if f.name in scaling})
-
-
-def _check_kind(name: str, value: Any, kind: Any, words: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise UnsupportedConfigError(f"{name} is {value!r}; it must be {words}")
-
-
-def _check_numbers(record: DeepseekV4Config | YarnScaling) -> None:
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.type in ("int", "float"):
-            kind, words = (int, "an integer") if field.type == "int" else ((int, float), "a number")
-            _check_kind(field.name, value, kind, f"{words} above 0")
-            if not 0 < value < math.inf:
-                raise UnsupportedConfigError(f"{field.name} is {value!r}; it must be {words} above 0")
 
 
 def _check_cache_dtype(kv_cache_dtype: str) -> None:

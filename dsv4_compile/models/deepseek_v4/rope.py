@@ -1,7 +1,9 @@
-"""RoPE tables: plain for sliding-window layers, another base with YaRN for every RoPE of the compressed layers.
+"""RoPE tables: one for sliding-window layers, one for every RoPE of the compressed layers, each with its own base and
+scaling.
 
-Angles are computed in fp32 on purpose: the public implementations do so, and at long positions the rounding of the
-angle is larger than the tolerance of a comparison with them.
+The attention factor of YaRN is part of the table: it multiplies cosines and sines, so it holds for queries, keys and
+the rotation back alike, as in transformers. Angles are computed in fp32 on purpose: the public implementations do so,
+and at long positions the rounding of the angle is larger than the tolerance of a comparison with them.
 """
 
 from __future__ import annotations
@@ -12,19 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import DeepseekV4Config, LayerKind, YarnScaling
+from .config import DeepseekV4Config, LayerKind
+from .rope_parameters import RopeScaling, YarnScaling
 
 
 def build_cos_sin(config: DeepseekV4Config, kind: LayerKind, device: torch.device | str | None = None) -> Tensor:
     """The table a layer of the given kind reads: fp32 [max_position_embeddings, rd], rd/2 cosines then rd/2 sines."""
-    compressed = kind is not LayerKind.SWA
-    theta = config.compress_rope_theta if compressed else config.rope_theta
-    frequencies = _frequencies(theta, config.qk_rope_head_dim, device)
-    if compressed and config.rope_scaling is not None:
-        frequencies = _scale_frequencies(frequencies, theta, config.qk_rope_head_dim, config.rope_scaling)
+    theta, scaling = config.rope(kind)
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, frequencies)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    angles = torch.outer(positions, _frequencies(theta, config.qk_rope_head_dim, scaling, device))
+    attention_factor = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
 
 
 class RotaryTable(nn.Module):
@@ -44,19 +44,24 @@ class RotaryTable(nn.Module):
         return self
 
 
-def _frequencies(theta: float, rope_dims: int, device: torch.device | str | None) -> Tensor:
-    exponents = torch.arange(0, rope_dims, 2, dtype=torch.float32, device=device) / rope_dims
-    return 1.0 / theta**exponents
+def _frequencies(
+    theta: float, rope_dims: int, scaling: RopeScaling | None, device: torch.device | str | None
+) -> Tensor:
+    periods = theta ** (torch.arange(0, rope_dims, 2, dtype=torch.float32, device=device) / rope_dims)
+    if isinstance(scaling, YarnScaling):
+        return _blend(periods, theta, rope_dims, scaling)
+    return 1.0 / periods if scaling is None else 1.0 / periods / scaling.factor
 
 
-def _scale_frequencies(frequencies: Tensor, theta: float, rope_dims: int, yarn: YarnScaling) -> Tensor:
+def _blend(periods: Tensor, theta: float, rope_dims: int, yarn: YarnScaling) -> Tensor:
     """Interpolate the slow dims by `factor`, keep the fast ones, ramp in between."""
     low = max(math.floor(_dim_of_rotations(yarn.beta_fast, theta, rope_dims, yarn)), 0)
     high = min(math.ceil(_dim_of_rotations(yarn.beta_slow, theta, rope_dims, yarn)), rope_dims - 1)
     width = high - low if high != low else 0.001
-    index = torch.arange(rope_dims // 2, dtype=torch.float32, device=frequencies.device)
-    ramp = ((index - low) / width).clamp(0, 1)
-    return frequencies * (1 - ramp) + frequencies / yarn.factor * ramp
+    index = torch.arange(rope_dims // 2, dtype=torch.float32, device=periods.device)
+    kept = 1 - ((index - low) / width).clamp(0, 1)
+    # rounded as in transformers: at long positions the last bit of a frequency shows
+    return 1.0 / (yarn.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _dim_of_rotations(rotations: float, theta: float, rope_dims: int, yarn: YarnScaling) -> float:

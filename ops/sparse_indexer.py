@@ -2,6 +2,11 @@
 
 When every token of the step has at most K completed blocks, all are selected and nothing is scored. That choice
 depends on the lengths of this step alone, so it must never be recorded.
+
+Note "ties": a score is a sum of ReLUs, so with few heads many are exactly 0, and often more than K share the place at
+the boundary. The lower block id wins. `torch.topk` has no documented order: it picks others for another length of the
+row. Any implementation of this op must keep the rule, and the rows in ascending order, so that what a token attends to,
+and the order in which that is summed, depend on its own scores and not on what else is in the step.
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ def sparse_indexer(
     ratio: int,
     topk_indices: Tensor,
 ) -> None:
-    """Write the top-k completed blocks of each token, by sum over heads of weight * relu(q . k).
+    """Write the top-k completed blocks of each token, by sum over heads of weight * relu(q . k); of equal scores the
+    lower block id wins (0.0 and -0.0 are equal), see the note "ties".
 
     Args:
         index_q: [T, heads, width], rotated.
@@ -44,8 +50,8 @@ def sparse_indexer(
         token_to_req: [T] int32, -1 for padding.
         block_table: [B, n] int32, blocks of `k_cache`; entries of a block of -1 are never selected.
         ratio: tokens of a compressed block.
-        topk_indices: [max_tokens, K] int32; rows [0, T) are written: block ids within the request in no
-            particular order, then -1. Padded tokens have -1 only.
+        topk_indices: [max_tokens, K] int32; rows [0, T) are written: block ids within the request in ascending order,
+            then -1. Padded tokens have -1 only.
 
     Raises:
         RunnerError: more tokens than rows of `topk_indices`.
@@ -92,7 +98,7 @@ def _select_all(
     ids = torch.arange(selected.shape[1], device=selected.device)
     ids = torch.where(ids < completed.unsqueeze(1), ids, -1)
     slots = locate(block_table, token_to_req.unsqueeze(1), ids, block_size)
-    selected.copy_(torch.where(slots >= 0, ids, -1))
+    selected.copy_(_pack(slots >= 0, selected.shape[1]))
 
 
 def _split_tokens(tokens: Tensor, elements_per_token: int) -> Iterator[Tensor]:
@@ -105,11 +111,23 @@ def _score(index_q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _select_best(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    """Block ids of the best scores among the visible ones, -1 padded: int32 [tokens, count]."""
+    """Block ids of the best scores among the visible ones, -1 padded: int32 [tokens, count]; see the note "ties"."""
+    count_here = min(count, scores.shape[1])
     scores = scores.masked_fill(~visible, float("-inf"))
-    best = scores.topk(min(count, scores.shape[1]), dim=1).indices
-    best = torch.where(visible.gather(1, best), best, -1).to(torch.int32)
-    return torch.nn.functional.pad(best, (0, count - best.shape[1]), value=-1)
+    least = scores.topk(count_here, dim=1).values[:, -1:]
+    better = ~(scores <= least)  # NaN too, as in topk
+    tied = scores == least
+    first = tied.cumsum(1) <= count_here - better.sum(1, keepdim=True)
+    return _pack((better | tied & first) & visible, count)
+
+
+def _pack(chosen: Tensor, count: int) -> Tensor:
+    """The first `count` ids that are chosen, ascending, then -1: int32 [tokens, count] of bool [tokens, ids]."""
+    place = chosen.cumsum(1) - 1
+    place = torch.where(chosen & (place < count), place, count)
+    packed = torch.full((chosen.shape[0], count + 1), -1, dtype=torch.int32, device=chosen.device)
+    ids = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(chosen)
+    return packed.scatter_(1, place, ids)[:, :count]
 
 
 define_op(SCHEMA, sparse_indexer, role="split", step_state=("token_to_req", "block_table"), tokens="index_q")

@@ -75,13 +75,38 @@ def test_the_code_blocks_of_the_readme(names: dict[str, object]) -> None:
 OTHER_PAGES = [page for page in PAGES[1:] if blocks(page, "python")]
 
 
-@pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.name)
+COMPLETE = ROOT / "docs" / "serving.md"  # leaves no name to the reader
+
+
+@pytest.mark.parametrize("page", [page for page in OTHER_PAGES if page != COMPLETE], ids=lambda page: page.name)
 def test_the_code_blocks_of_a_page(
     page: Path, names: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), names)
+
+
+def test_the_program_that_serves_a_checkpoint_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    program, *others = blocks(COMPLETE, "python")
+    names: dict[str, object] = {}
+    exec(compile(program, COMPLETE.name, "exec"), names)
+    # for each runner one graph, two sizes with a warm-up each
+    counts = dsv4_compile.counters
+    assert (counts.graphs_compiled, counts.captures, counts.uncaptured_calls, counts.recaptures) == (2, 4, 4, 0)
+    assert f"{names['expected']} {counts}" in capsys.readouterr().out
+    assert [len(answer) for answer in names["expected"]] == [8, 8]  # type: ignore[attr-defined]
+    for block in others:
+        exec(compile(block, COMPLETE.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_is_a_block_that_the_tests_see(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert {language for language, _ in FENCE.findall(text)} <= {"python", "sh", "text", ""}
+    assert [block for block in blocks(page, "") if re.search(r"^\s*(import|from) ", block, re.MULTILINE)] == []
+    # a fence that is indented, or has a title, would be a block that nobody runs
+    assert re.findall(r"```|~~~", FENCE.sub("", text)) == []
 
 
 @pytest.mark.parametrize("command", commands_of("python"))

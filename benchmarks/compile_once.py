@@ -33,7 +33,7 @@ from .attention_stack import stack_and_inputs
 from .toy import SPLIT_OP, WIDTH, Toy
 
 # the package of the passes has a function of that name
-find_duplicates = import_module("dsv4_compile.passes.find_duplicates")
+unit_key = import_module("dsv4_compile.graph.unit_key")
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 OURS, APART, PLAIN = "dsv4_piecewise", "dsv4_piecewise, no reuse", "torch.compile"
@@ -101,7 +101,7 @@ def compile_once(model: str, layers: int, method: str) -> dict[str, float]:
         for name in ("plan_graph", "compile_pieces") if method != PLAIN else ():
             stack.enter_context(patch.object(ours, name, _timed(getattr(ours, name), name, seconds)))
         if method == APART:
-            stack.enter_context(patch.object(find_duplicates, "_step_key", _never_equal))
+            stack.enter_context(patch.object(unit_key, "_step_key", _never_equal))
         started = processor_seconds()
         compiled(*inputs)
         assert backend.called is not None

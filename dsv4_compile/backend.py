@@ -28,6 +28,7 @@ from .plan_graph import plan_graph
 from .runtime.captured import CapturedCallable, release_all
 from .runtime.engines.select import engine_for
 from .runtime.pieces.pieces import Pieces
+from .runtime.traced_call import TracedCall
 from .runtime.uncaptured import UncapturedCallable
 
 
@@ -57,29 +58,32 @@ def dsv4_piecewise(
     graph = plan_graph(gm, example_inputs, config, artifacts.observe)
     plan = make_plan(graph, config)
     artifacts.finish(graph, plan)
-    pieces = Pieces(graph, compile_pieces(graph, config), example_inputs)
+    pieces = Pieces(graph, compile_pieces(graph, config))
+    traced_call = TracedCall(graph.traced, example_inputs)
     counters.add(
         graphs_compiled=1,
         pieces_compiled=len(plan.pieces) - len(graph.duplicates),
         pieces_reused=len(graph.duplicates),
         regions=len(plan.regions),
     )
-    return make_callable(graph, pieces, config, artifacts)
+    return make_callable(graph, pieces, traced_call, config, artifacts)
 
 
-def make_callable(graph: PartitionedGraph, pieces: Pieces, config: Config, artifacts: Artifacts) -> Callable[..., Any]:
+def make_callable(
+    graph: PartitionedGraph, pieces: Pieces, traced_call: TracedCall, config: Config, artifacts: Artifacts
+) -> Callable[..., Any]:
     """What runs the plan: captured programs, or the units one by one."""
     if graph.uncaptured is not None:
         log.warning("calls run uncaptured: %s", graph.uncaptured)
     if config.engine == "off" or graph.uncaptured is not None:
-        return UncapturedCallable(graph, pieces)
+        return UncapturedCallable(graph, pieces, traced_call)
     tokens = graph.token_count
     if tokens is None and (config.capture_sizes is not None or config.max_tokens is not None):
         log.warning("no tensor of this graph says how many tokens there are: capture_sizes and max_tokens mean nothing")
     bound = config.token_bound or (None if tokens is None else upper_bound(tokens))
     engine = engine_for(config.engine, graph.traced.device)
     show = artifacts.show_program
-    return CapturedCallable(graph, pieces, config, engine, bound=bound, show_program=show)
+    return CapturedCallable(graph, pieces, traced_call, config, engine, bound=bound, show_program=show)
 
 
 def reset() -> None:

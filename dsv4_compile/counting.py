@@ -17,6 +17,7 @@ _NAMES = (
     "uncaptured_calls",
     "eager_op_calls",
     "uncompiled_pieces",
+    "traced_graph_calls",
 )
 
 
@@ -32,7 +33,8 @@ class Counters:
     | replays | calls served by a captured program, the one that captured it included |
     | uncaptured_calls | calls that ran the pieces without a capture |
     | eager_op_calls | ops launched one by one inside eager regions |
-    | uncompiled_pieces | pieces run or captured uncompiled: inputs overlap, or a number is not the traced one |
+    | uncompiled_pieces | pieces run or captured uncompiled, since a number is not the one they were compiled with |
+    | traced_graph_calls | calls that broke an assumption of the plan, and ran the traced graph itself |
     """
 
     graphs_compiled: int
@@ -45,6 +47,7 @@ class Counters:
     uncaptured_calls: int
     eager_op_calls: int
     uncompiled_pieces: int
+    traced_graph_calls: int
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

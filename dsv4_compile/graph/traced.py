@@ -159,8 +159,8 @@ class TracedGraph:
 
     Attributes:
         gm: the graph, a private copy.
-        original: the graph as Dynamo handed it over: program order, no pass has touched it. What runs a call that
-            breaks an assumption of the partition.
+        original: another copy, which no pass touches: program order, mode switches and asserts in it. What runs a call
+            that breaks an assumption of the plan.
         inputs: its placeholders in order. Their provenance is that of `storages` once effects are inferred.
         ops: roles of ops by name, with the `split_ops` of the options put in.
         symbols: the placeholder that carries each size symbol.

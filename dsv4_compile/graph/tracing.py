@@ -57,7 +57,7 @@ def trace_graph(
     notes = () if break_reason is None else (f"graph break: what follows is not in this plan ({break_reason})",)
     return TracedGraph(
         gm=copy,
-        original=gm,
+        original=_copy_graph(gm),
         inputs=inputs,
         ops=ops,
         symbols=_symbol_inputs(inputs),

@@ -44,6 +44,7 @@ from .program.limits import Limits
 from .program.profiler_ranges import profiler_range
 from .restore_inputs import is_restoring, restored_inputs
 from .restore_modes import restored_modes
+from .traced_call import TracedCall
 from .uncaptured import UncapturedCallable
 
 _live: weakref.WeakSet[CapturedCallable] = weakref.WeakSet()
@@ -61,6 +62,7 @@ class CapturedCallable:
     Args:
         graph: the planned graph.
         pieces: their functions.
+        traced_call: serves calls that break an assumption of the plan.
         config: the options.
         engine: who records.
         bound: the largest token count, if known.
@@ -71,6 +73,7 @@ class CapturedCallable:
         self,
         graph: PartitionedGraph,
         pieces: Pieces,
+        traced_call: TracedCall,
         config: Config,
         engine: Engine,
         *,
@@ -84,7 +87,8 @@ class CapturedCallable:
         self._engine = engine
         self._sizes = SizesOfCalls(graph.traced.symbols)
         self._limits = Limits(config, graph.token_count, bound, graph.slots)
-        self._uncaptured = UncapturedCallable(graph, pieces)
+        self._traced_call = traced_call
+        self._uncaptured = UncapturedCallable(graph, pieces, traced_call)
         self._streams = max(graph.streams.values(), default=0)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
@@ -147,6 +151,8 @@ class CapturedCallable:
         sizes = self._sizes.of({i.node: arg for i, arg in zip(self._graph.traced.inputs, args, strict=True)})
         if self._limits.excludes(sizes):
             return self._serve_uncaptured(args)
+        if (reason := self._traced_call.why_needed(args)) is not None:
+            return self._traced_call.run(args, reason)
         if bucket not in self._warm:
             with profiler_range(f"{self._title}, warm-up"):
                 warm_up = partial(self._engine.warm_up, streams=self._limits.streams(self._streams, sizes))

@@ -25,6 +25,7 @@ from .pieces.result_checks import check_layout, has_strides_of
 from .program.profiler_ranges import in_range
 from .restore_inputs import is_restoring, restored_inputs
 from .restore_modes import restored_modes
+from .traced_call import TracedCall
 
 WarmUp = Callable[[Callable[[], None]], None]
 # an output, its layout if sizes alone decide it, and whether its strides have to be those
@@ -37,9 +38,11 @@ class UncapturedCallable:
     Args:
         graph: the partitioned graph.
         pieces: their functions.
+        traced_call: serves calls that break an assumption of the plan.
     """
 
-    def __init__(self, graph: PartitionedGraph, pieces: Pieces) -> None:
+    def __init__(self, graph: PartitionedGraph, pieces: Pieces, traced_call: TracedCall) -> None:
+        self._traced_call = traced_call
         self._graph = graph
         self._output_assembly = graph.output_assembly
         self._placeholders = [graph_input.node for graph_input in graph.traced.inputs]
@@ -61,14 +64,15 @@ class UncapturedCallable:
     def __call__(self, *args: Any) -> Any:
         """Run every unit, as what Dynamo calls."""
         with restored_inputs(self._graph.traced, args) if is_restoring() else nullcontext():
-            return self._run(args, None)
+            return self.run(args)
 
     def run(self, args: Sequence[Any]) -> Any:
-        """Run every unit, for a caller that sees to what `restoring_calls` asks."""
-        return self._run(args, None)
+        """Run every unit, or the traced graph; for a caller that sees to what `restoring_calls` asks."""
+        reason = self._traced_call.why_needed(args)
+        return self._run(args, None) if reason is None else self._traced_call.run(args, reason)
 
     def warm_up(self, args: Sequence[Any], run_piece: WarmUp) -> Any:
-        """Run every unit before a capture of these sizes.
+        """Run every unit before a capture of these sizes, for a caller that knows that the plan's assumptions hold.
 
         Args:
             args: of the call.

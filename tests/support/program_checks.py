@@ -27,6 +27,7 @@ from dsv4_compile.graph.partitioned import PartitionedGraph
 from dsv4_compile.passes.check_hazards import check_hazards
 from dsv4_compile.plan_graph import plan_graph
 from dsv4_compile.runtime.pieces.pieces import Pieces
+from dsv4_compile.runtime.traced_call import TracedCall
 from dsv4_compile.runtime.uncaptured import UncapturedCallable
 
 POLICIES = ("narrow", "wide", "minimal")
@@ -175,7 +176,7 @@ def check_plans(
     for combination, graph in graphs.items():
         check_graph(graph, deeds, *combination)
     for graph in {id(graph): graph for graph in graphs.values()}.values():
-        run = UncapturedCallable(graph, Pieces(graph, {}, args))
+        run = UncapturedCallable(graph, Pieces(graph, {}), TracedCall(graph.traced, args))
         assert working_ops(run, args) == ops, "some op runs twice, or not at all"
         assert outcome(run, args) == expected, "a plan computes something else"
 

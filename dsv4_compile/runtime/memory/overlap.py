@@ -2,8 +2,8 @@
 
 Two questions are asked, both in bytes from the first element to the last:
 
-- `Aliasing`, by whatever runs subgraphs of pieces: do inputs share memory that did not when the graph was traced? A
-  compiled function assumes that they are disjoint.
+- `Aliasing`, by every call that no program serves: do inputs share memory as they did when the graph was traced? Moves,
+  and compiled functions, assume so.
 - `OverlapCheck`, on every replay: does a non-static input share memory with one that the graph writes? A program copies
   one of the two in. The ranges of static inputs are part of its key, so they are sorted once.
 """
@@ -41,9 +41,9 @@ class Aliasing:
         self._indices = tensors if any(is_written for _, is_written in tensors) else []
         self._known = self.pairs(example_inputs)
 
-    def is_new(self, args: Sequence[Any]) -> bool:
-        """Whether two inputs, one of them written, overlap that did not when the graph was traced."""
-        return bool(self._indices) and not self.pairs(args) <= self._known
+    def differs(self, args: Sequence[Any]) -> bool:
+        """Whether other inputs overlap, one of them written, than when the graph was traced."""
+        return bool(self._indices) and self.pairs(args) != self._known
 
     def pairs(self, args: Sequence[Any]) -> Pairs:
         """Indices of inputs whose byte ranges meet, one of them written: one sweep over the ranges by their start."""

@@ -6,8 +6,8 @@ Where an engine offers streams, temporaries live until all streams are joined, s
 handed out while another stream still reads it. Otherwise subgraphs run one after another, and a temporary dies after
 its last use.
 
-Subgraphs assume that inputs are disjoint that were so when the graph was traced, and compiled ones hold the numbers
-they were compiled with. A call that differs in that runs the piece as it is: counted, and logged once.
+Compiled subgraphs hold the numbers they were compiled with. A call that brings another one runs the piece as it is:
+counted, and logged once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor, fx
 from ...analysis.eager_reasons import is_custom
 from ...analysis.sizes import Sizes, SizesOfCalls
 from ...analysis.stream_schedule import START
-from ...compat.dynamo import GUARDS_STRIDES
 from ...counting import counters
 from ...graph.partitioned import PartitionedGraph, Unit
 from ...graph.traced import TensorMeta
@@ -30,7 +29,6 @@ from ...log import log, pluralize
 from ...piece_compilers import CompiledSubgraph, same_number
 from ..engines.capture_state import Streams, current_streams
 from ..memory.arena import copier
-from ..memory.overlap import Aliasing
 from .checked import CheckedRun
 from .compiled import CompiledFunction
 from .result_checks import check_fresh, check_layout, has_strides_of
@@ -193,15 +191,9 @@ class Pieces:
     Args:
         graph: the partitioned graph.
         functions: of the subgraphs of each piece in `graph.subgraphs`; None for a subgraph that runs as it is.
-        example_inputs: of the graph, as they were when it was traced and compiled.
     """
 
-    def __init__(
-        self,
-        graph: PartitionedGraph,
-        functions: Mapping[str, Sequence[CompiledSubgraph | None]],
-        example_inputs: Sequence[Any],
-    ) -> None:
+    def __init__(self, graph: PartitionedGraph, functions: Mapping[str, Sequence[CompiledSubgraph | None]]) -> None:
         pieces = {unit.name: unit for unit in graph.units if unit.kind == "piece"}
         originals = {name: graph.duplicates.get(name, name) for name in pieces}
         eager: dict[str, PieceFunction] = {name: EagerPiece(graph, pieces[name]) for name in set(originals.values())}
@@ -211,11 +203,8 @@ class Pieces:
         self.are_compiled = any(subgraph is not None for subgraphs in functions.values() for subgraph in subgraphs)
         self._eager: Mapping[str, PieceFunction] = {name: eager[original] for name, original in originals.items()}
         self._best: Mapping[str, PieceFunction] = {name: best[original] for name, original in originals.items()}
-        self._aliasing = Aliasing(graph.traced, example_inputs)
         self._numbers = graph.traced.scalars() if self.are_compiled else {}
         self._positions = {graph_input.node: index for index, graph_input in enumerate(graph.traced.inputs)}
-        weights = [] if GUARDS_STRIDES else [index for index, i in enumerate(graph.traced.inputs) if i.owned]
-        self._strides = {index: example_inputs[index].stride() for index in weights} if self.are_compiled else {}
         self._takers = {
             number: [name for name, unit in pieces.items() if number in unit.inputs] for number in self._numbers
         }
@@ -225,10 +214,6 @@ class Pieces:
         """What runs each piece of a call with these arguments, by name."""
         if not self._are_parted:
             return self._best
-        if self._aliasing.is_new(args):
-            return self._fall_back(list(self._eager), "inputs share memory, and did not when it was compiled")
-        if any(args[index].stride() != stride for index, stride in self._strides.items()):
-            return self._fall_back(list(self._eager), "a weight has other strides than when it was compiled")
         changed = [
             name
             for node, number in self._numbers.items()

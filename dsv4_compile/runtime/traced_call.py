@@ -1,0 +1,65 @@
+"""Runs the traced graph itself: what serves a call that breaks an assumption of the plan.
+
+A plan moves nodes, shares code between pieces and compiles subgraphs because of what held when the graph was traced.
+Dynamo guards most of it; what it does not guard is asked here, before a call runs the plan. Where the answer is no, the
+graph runs as Dynamo handed it over: in program order, nothing moved, shared, compiled, captured or put on a stream.
+
+| assumption | asked |
+|---|---|
+| inputs, one of them written, overlap where they did in the trace and nowhere else | `Aliasing` |
+| weights have the strides of the trace (Dynamo of torch 2.11 does not guard them) | `_other_strides` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..compat.dynamo import GUARDS_STRIDES
+from ..counting import counters
+from ..graph.traced import TracedGraph
+from ..log import log
+from .engines.capture_state import offering
+from .memory.overlap import Aliasing
+from .program.profiler_ranges import profiler_range
+from .restore_modes import restored_modes
+
+
+class TracedCall:
+    """Any thread may call it at any time.
+
+    Args:
+        traced: the graph.
+        example_inputs: with which it was traced.
+    """
+
+    def __init__(self, traced: TracedGraph, example_inputs: Sequence[Any]) -> None:
+        self._traced = traced
+        self._num_ops = sum(node.op in ("call_function", "call_method") for node in traced.original.graph.nodes)
+        self._aliasing = Aliasing(traced, example_inputs)
+        weights = [] if GUARDS_STRIDES else [index for index, i in enumerate(traced.inputs) if i.owned]
+        self._strides = {index: example_inputs[index].stride() for index in weights}
+        self._warned: set[str] = set()
+
+    def why_needed(self, args: Sequence[Any]) -> str | None:
+        """Which assumption of the plan a call breaks, or None."""
+        if self._aliasing.differs(args):
+            return "inputs share memory in another way than when the graph was traced, and one of them is written"
+        if any(args[index].stride() != stride for index, stride in self._strides.items()):
+            return "a weight has other strides than when the graph was traced"
+        return None
+
+    def run(self, args: Sequence[Any], reason: str) -> Any:
+        """Serve a call; counted, and said once for each reason."""
+        counters.add(traced_graph_calls=1, uncaptured_calls=1, eager_op_calls=self._num_ops)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("calls run the traced graph itself, op by op, where %s", reason)
+        # the graph has its mode switches in it; one that raises between two of them must not leave one behind
+        with restored_modes(), offering(None), profiler_range("traced graph"):
+            result = self._traced.original(*args)
+        if self._traced.leaves_grad is not None:
+            torch.set_grad_enabled(self._traced.leaves_grad)
+        return result

@@ -1,0 +1,220 @@
+"""A call that breaks an assumption of the plan runs the traced graph itself: nothing moved, compiled or captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from program_oracle import clone_all
+from torch import Tensor
+from toy_ops import LOG, SPLIT
+
+import dsv4_compile
+from dsv4_compile import counters
+
+toy = torch.ops.toy
+PLANS = [
+    (runner, region, engine)
+    for runner, region in (("mrv1", "minimal"), ("mrv1", "wide"), ("mrv2", "narrow"), ("mrv2", "minimal"))
+    for engine in ("host", "off")
+]
+
+
+def options(runner: str, region: str, engine: str, **more: Any) -> dict[str, Any]:
+    return {"runner": runner, "region": region, "engine": engine, "split_ops": SPLIT, **more}
+
+
+def moved_read(a: Tensor, b: Tensor) -> Tensor:
+    """Under minimal the update of b moves before the split op: right only while the two are disjoint."""
+    toy.attn(a.clone(), a)
+    b.add_(b * 0.5)
+    out = torch.empty_like(a)
+    toy.attn(a, out)
+    return out + 1
+
+
+def moved_write(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    h = toy.fresh(a * 2)
+    b.mul_(3)
+    return toy.fresh(h) + a, b[:2]
+
+
+def two_writes(a: Tensor, b: Tensor) -> Tensor:
+    a.add_(1)
+    h = toy.fresh(b)
+    b.mul_(2)
+    a.sub_(h)
+    return a * b
+
+
+def through_views(a: Tensor, b: Tensor) -> Tensor:
+    a[:, :2].add_(1)
+    h = toy.fresh(b[:, 1:].contiguous())
+    b.t().mul_(2)
+    return h.sum() + a
+
+
+def apart() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 4), torch.randn(6, 4)
+
+
+def shifted() -> tuple[Tensor, Tensor]:
+    memory = torch.randn(8, 4)
+    return memory[:6], memory[2:]
+
+
+def the_same() -> tuple[Tensor, Tensor]:
+    memory = torch.randn(6, 4)
+    return memory[:], memory[:]
+
+
+def inside() -> tuple[Tensor, Tensor]:
+    memory = torch.randn(12, 4)
+    return memory[::2], memory[3:9]
+
+
+def call_like_eager(
+    compiled: Callable[..., Any], fn: Callable[..., Any], make: Callable[[], tuple[Tensor, Tensor]]
+) -> None:
+    given = make()
+    copies = clone_all(given)
+    torch.testing.assert_close(compiled(*copies), fn(*given), rtol=0, atol=0)
+    torch.testing.assert_close(copies, given, rtol=0, atol=0)
+    LOG.clear()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=" ".join)
+@pytest.mark.parametrize("fn", [moved_read, moved_write, two_writes, through_views])
+def test_inputs_that_come_to_overlap_give_what_eager_gives(fn: Callable[..., Any], plan: tuple[str, str, str]) -> None:
+    compiled = torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options=options(*plan))
+    for make in (apart, apart, apart, shifted, the_same, inside, apart, shifted):
+        call_like_eager(compiled, fn, make)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=" ".join)
+@pytest.mark.parametrize("fn", [moved_read, two_writes])
+def test_inputs_that_overlap_in_the_first_call_and_not_later(
+    fn: Callable[..., Any], plan: tuple[str, str, str]
+) -> None:
+    compiled = torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options=options(*plan))
+    for make in (shifted, shifted, apart, apart, apart, the_same, shifted):
+        call_like_eager(compiled, fn, make)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_compiled_pieces_and_streams_are_left_alone(compiler: str) -> None:
+    chosen = options("mrv2", "minimal", "host", piece_compiler=compiler, aux_streams=2)
+    compiled = torch.compile(two_writes, backend="dsv4_piecewise", dynamic=True, options=chosen)
+    for make in (apart, apart, apart):
+        call_like_eager(compiled, two_writes, make)
+    with counters.expect(traced_graph_calls=3, uncaptured_calls=3, captures=0, replays=0, uncompiled_pieces=0):
+        for make in (shifted, the_same, shifted):
+            call_like_eager(compiled, two_writes, make)
+
+
+def test_buffers_of_another_model_may_overlap() -> None:
+    """Two instances of one class share a graph; the buffers of the second are views of one memory."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, first: Tensor, second: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("first", first)
+            self.register_buffer("second", second)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = toy.fresh(x + self.second)
+            self.first.add_(1)
+            return h * self.second
+
+    torch.manual_seed(0)
+    memory = torch.randn(9, 4)
+    for first, second in ((torch.randn(8, 4), torch.randn(8, 4)), (memory[1:], memory[:8])):
+        model, eager = Model(first, second), Model(*clone_all((first, second)))
+        compiled = torch.compile(
+            model, backend="dsv4_piecewise", dynamic=True, options=options("mrv1", "minimal", "host")
+        )
+        for _ in range(4):
+            x = torch.randn(8, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), eager(x))
+            torch.testing.assert_close(model.first, eager.first)
+
+
+def test_it_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = torch.compile(
+        moved_read, backend="dsv4_piecewise", dynamic=True, options=options("mrv1", "minimal", "host")
+    )
+    for _ in range(3):
+        compiled(*apart())
+    ops = 0
+    with counters.expect(traced_graph_calls=3, uncaptured_calls=3), caplog.at_level(logging.WARNING, "dsv4_compile"):
+        for _ in range(3):
+            before = counters.eager_op_calls
+            compiled(*shifted())
+            ops = counters.eager_op_calls - before
+    assert ops == 7  # clone, attn, mul, add_, empty_like, attn, add
+    said = [record.message for record in caplog.records if "traced graph" in record.message]
+    assert said == [
+        "calls run the traced graph itself, op by op, where inputs share memory in another way than when the graph was "
+        "traced, and one of them is written"
+    ]
+
+
+def test_modes_are_those_of_the_caller_and_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, bool]:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = a @ b.t()
+        b.add_(1)
+        return toy.fresh(h), torch.is_autocast_enabled("cpu")
+
+    compiled = torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options=options("mrv2", "narrow", "host"))
+    for make in (apart, apart, apart, shifted):
+        given = make()
+        copies = clone_all(given)
+        (mine, inner), (theirs, _) = compiled(*copies), fn(*given)
+        assert mine.dtype == theirs.dtype == torch.bfloat16
+        assert not inner
+        torch.testing.assert_close(mine, theirs)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_error_between_two_switches_leaves_no_mode() -> None:
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            b.add_(1)
+            return toy.fresh(a @ b.t())
+
+    compiled = torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options=options("mrv2", "narrow", "host"))
+    for _ in range(3):
+        compiled(*apart())
+
+    def refuse(x: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+    with torch.library._scoped_library("toy", "IMPL") as library:
+        library.impl("fresh", refuse, "AutogradCPU")
+        with pytest.raises(ValueError, match="on purpose"):
+            compiled(*shifted())
+    assert not torch.is_autocast_enabled("cpu")
+    call_like_eager(compiled, fn, shifted)
+
+
+def test_captures_ahead_put_back_what_such_a_call_writes() -> None:
+    compiled = torch.compile(
+        moved_read, backend="dsv4_piecewise", dynamic=True, options=options("mrv2", "narrow", "host")
+    )
+    for _ in range(2):
+        compiled(*apart())
+    kept: list[Sequence[Tensor]] = []
+
+    def inputs_for(tokens: int) -> tuple[Tensor, Tensor]:
+        memory = torch.randn(tokens + 2, 4)
+        kept.append((memory, memory.clone()))
+        return memory[:tokens], memory[2:]
+
+    dsv4_compile.capture(compiled, inputs_for, [5, 7])
+    for memory, before in kept:
+        assert torch.equal(memory, before)

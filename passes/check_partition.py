@@ -48,7 +48,7 @@ def _computed(unit: Unit, working: set[str]) -> list[str]:
 
 
 def _misordered(graph: PartitionedGraph) -> Iterator[str]:
-    """A unit takes only inputs of the graph and what an earlier unit gave."""
+    """A unit uses only inputs of the graph and what an earlier unit made."""
     given = {
         node
         for node in graph.traced.gm.graph.nodes
@@ -58,7 +58,7 @@ def _misordered(graph: PartitionedGraph) -> Iterator[str]:
     for unit in (*graph.units, graph.output_assembly):
         for node in unit.inputs:
             if node not in given:
-                yield f"{unit.name} takes {node.name} before any unit gives it"
+                yield f"{unit.name} uses {node.name} before any unit makes it"
         given |= set(unit.outputs)
 
 
@@ -68,6 +68,6 @@ def _bad_crossings(graph: PartitionedGraph) -> Iterator[str]:
         for node in unit.outputs:
             effects = graph.traced.effects[node]
             if isinstance(effects.result, tuple):
-                yield f"{unit.name} gives {node.name}, a container"
+                yield f"{unit.name} outputs {node.name}, a container"
             elif effects.is_view and graph.traced.producer(node) is node:
-                yield f"{unit.name} gives {node.name}, a view"
+                yield f"{unit.name} outputs {node.name}, a view"

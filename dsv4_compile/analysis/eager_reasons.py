@@ -80,7 +80,7 @@ def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) ->
         return f"takes {baked[0]}, a data-dependent scalar"
     strided = sorted(arg.name for arg in node.all_input_nodes if arg in facts.strided)
     if strided:
-        return f"takes {strided[0]}, which may show memory around an input that moves"
+        return f"takes {strided[0]}, which may show memory around a non-static input"
     return _why_elsewhere(traced, node, facts.device)
 
 
@@ -112,7 +112,7 @@ def step_state_name(traced: TracedGraph, access: Access) -> str:
 
 
 def _strided_views(traced: TracedGraph) -> set[fx.Node]:
-    moving = {
+    non_static = {
         result.storage
         for graph_input in traced.inputs
         if not graph_input.static and isinstance(result := traced.effects[graph_input.node].result, TensorMeta)
@@ -122,7 +122,7 @@ def _strided_views(traced: TracedGraph) -> set[fx.Node]:
         effects = traced.effects[node]
         if not effects.is_view or node.op == "placeholder" or not isinstance(effects.result, TensorMeta):
             continue
-        if effects.result.storage in moving and (strided_name(node) or found & set(node.all_input_nodes)):
+        if effects.result.storage in non_static and (strided_name(node) or found & set(node.all_input_nodes)):
             found.add(node)
     return found
 

@@ -103,7 +103,7 @@ class PartitionedGraph:
         output_assembly: the unit that makes the caller's outputs of what the others gave.
         allocations: allocations that several units touch, made outside of all of them.
         token_count: which size counts the tokens, as an expression of the size symbols; None if none does.
-        last_use: for each value that crosses, the index of the last unit that takes it; `len(units)` for the output
+        last_use: for each value that crosses, the index of the last unit that uses it; `len(units)` for the output
             assembly.
         duplicates: for a piece that is the same as an earlier one up to its weights, the name of that one.
         streams: captured compute nodes that run on a side stream, with its number from 1; all others run on stream 0.
@@ -137,6 +137,6 @@ class PartitionedGraph:
     notes: tuple[str, ...] = ()
 
     def last_used_in(self, index: int) -> list[fx.Node]:
-        """What no unit after this one takes, of what it takes and gives."""
+        """Inputs and outputs of a unit that no later unit uses."""
         unit = self.units[index]
         return [node for node in (*unit.inputs, *unit.outputs) if self.last_use.get(node, index) <= index]

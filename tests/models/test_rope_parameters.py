@@ -191,7 +191,7 @@ LEAVE_OUT = "leave it out, or name the type that it belongs to"
         (YARN | {"mscale": "1", "mscale_all_dim": 1}, "mscale of {} is '1'; it must be a number above 0"),
         (
             YARN | {"original_max_position_embeddings": 64.5},
-            "original_max_position_embeddings of {} is 64.5; it must be a whole number above 0",
+            "original_max_position_embeddings of {} is 64.5; it must be an integer above 0",
         ),
     ],
 )

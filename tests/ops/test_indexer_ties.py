@@ -1,6 +1,6 @@
 """Exact ties at the top-k boundary: the lower block id wins, whatever else is in the step.
 
-Queries, keys and weights are small whole numbers, so scores are exact and tie often, most of them at 0.
+Queries, keys and weights are small integers, so scores are exact and tie often, most of them at 0.
 """
 
 from __future__ import annotations

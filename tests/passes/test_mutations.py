@@ -115,15 +115,15 @@ MISPLACED = {
     ),
     "a view crosses": (
         in_unit(2, lambda d, u: replace(u, outputs=(*u.outputs, node_of(d, "view")))),
-        "piece_1 gives view, a view",
+        "piece_1 outputs view, a view",
     ),
     "a container crosses": (
         in_unit(1, lambda d, u: replace(u, outputs=(*u.outputs, node_of(d, "tup")))),
-        "region_0 gives tup, a container",
+        "region_0 outputs tup, a container",
     ),
     "a value is taken before it is made": (
         in_unit(0, lambda d, u: replace(u, inputs=(*u.inputs, node_of(d, "first")))),
-        "piece_0 takes first before any unit gives it",
+        "piece_0 uses first before any unit makes it",
     ),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import UnsupportedConfigError
 
-_NUMBERS: dict[Any, tuple[Any, str]] = {"int": (int, "a whole number"), "float": ((int, float), "a number")}
+_NUMBERS: dict[Any, tuple[Any, str]] = {"int": (int, "an integer"), "float": ((int, float), "a number")}
 
 
 def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
@@ -27,7 +27,7 @@ def check_number(name: str, value: Any, type_name: str = "float") -> None:
     Args:
         name: of the value, for the message.
         value: anything.
-        type_name: "int" or "float"; a whole number is a float too.
+        type_name: "int" or "float"; an integer is a float too.
 
     Raises:
         UnsupportedConfigError: it is none.

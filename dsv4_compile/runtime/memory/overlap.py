@@ -60,7 +60,7 @@ class Aliasing:
 
 
 class OverlapCheck:
-    """Whether a tensor that a graph writes shares memory with another one the call brings, one of them moving.
+    """Whether a tensor that a graph writes shares memory with another one the call brings, one of them non-static.
 
     Args:
         traced: the graph.

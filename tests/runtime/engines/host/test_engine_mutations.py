@@ -49,7 +49,7 @@ class OneBlockForAllStreams(HostPool):
 
 
 @lacks("a_stream_does_not_get_memory_that_another_stream_still_uses")
-class LanesShareMemory(HostEngine):
+class StreamsShareMemory(HostEngine):
     """The race checker sees it, too."""
 
     def make_pool(self):
@@ -57,7 +57,7 @@ class LanesShareMemory(HostEngine):
 
 
 @lacks("streams_are_offered_to_a_capture_that_asks_for_them_and_to_nobody_else")
-class OffersNoLanes(HostEngine):
+class OffersNoStreams(HostEngine):
     def capture(self, run, pool, *, name, streams=0):
         return super().capture(run, pool, name=name)
 
@@ -76,7 +76,7 @@ class LaxRecorder(HostEngine):
     "the_next_graph_sees_the_work_of_all_streams",
     "two_graphs_use_the_same_streams",
 )
-class ForgetsSideLanes(LaxRecorder):
+class ForgetsSideStreams(LaxRecorder):
     class recorder_class(Recorder):  # noqa: N801
         def _add(self, launch):
             if self.streams.current == 0:

@@ -83,5 +83,8 @@ def test_age_of_torch(version: str, usable: bool) -> None:
 
 def test_what_has_not_run_is_what_the_docs_say() -> None:
     hardware = (ROOT / "docs" / "hardware.md").read_text()
-    assert "| `cuda` engine (`dsv4_compile/runtime/engines/cuda/engine.py`) | does not apply | **not run yet** |" in hardware
+    assert (
+        "| `cuda` engine (`dsv4_compile/runtime/engines/cuda/engine.py`) | does not apply | **not run yet** |"
+        in hardware
+    )
     assert doctor.diagnose().not_run == (doctor.NOT_RUN,)

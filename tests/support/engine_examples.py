@@ -1,6 +1,6 @@
 """One small example for each rule of recording and replaying, as a function of an engine.
 
-They hold on a GPU and on the host engine alike: `test_host_engine.py` and `test_cuda_engine.py` run the same ones.
+They hold on a GPU and on the host engine alike: the tests of both engines run the same ones.
 `engine_surroundings.py` has the rules about threads, modes, exceptions and memory of the caller.
 """
 

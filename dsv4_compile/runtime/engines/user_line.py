@@ -16,10 +16,12 @@ from torch import fx
 from ...compat import dispatch as compat
 from ...graph.source_lines import where
 
+_RUNTIME = os.path.dirname(os.path.dirname(__file__))
+# folders of torch, of this runtime, and of what both go through
 _SKIPPED = (
     os.path.join(os.path.dirname(torch.__file__), ""),
-    os.path.join(os.path.dirname(__file__), ""),
-    compat.__file__,
+    os.path.join(_RUNTIME, ""),
+    os.path.join(os.path.dirname(compat.__file__), ""),
     contextlib.__file__,
 )
 _ASSIGNED = re.compile(r"\s*(\w+)\b.*? = ")

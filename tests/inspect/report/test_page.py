@@ -414,4 +414,4 @@ def test_a_browser_opens_what_the_address_names_and_tells_what_one_points_at(dum
     page = Page(document)
     opened = [attrs["id"] for tag, attrs, _ in page.elements if tag == "details" and "open" in attrs]
     assert opened == ["graph_0-region_0"]
-    assert page.by_id("detail").startswith("toy::fresh — eager, because: split op — test_report.py:")
+    assert page.by_id("detail").startswith("toy::fresh — eager, because: split op — test_page.py:")

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..base import LaunchRecord, allocate_poisoned
 from ..capture_state import offering, recording
+from .meta_cache import MetaCache
 from .pool import HostPool
 from .recorder import Recorder
 
@@ -52,7 +53,7 @@ class HostLaunchRecord(LaunchRecord):
 
 
 class HostEngine:
-    """See `engine.Engine`; holds no state, so any thread may use it.
+    """See `base.Engine`; holds nothing of a capture, so any thread may use it.
 
     Attributes:
         stream_seed: in which of the orders that events allow replays run the work of several streams; None for the
@@ -62,6 +63,9 @@ class HostEngine:
     name = "host"
     replays_in_captures = True  # it records what the replay launches
     stream_seed: int | None = None
+
+    def __init__(self) -> None:
+        self._meta_cache = MetaCache()
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Engine.allocate`."""
@@ -93,4 +97,4 @@ class HostEngine:
 
     def make_recorder(self, pool: HostPool, name: str) -> Recorder:
         """A recorder for one capture."""
-        return Recorder(pool, name, self.stream_seed)
+        return Recorder(pool, name, self._meta_cache, self.stream_seed)

@@ -25,6 +25,7 @@ from ....compat.dispatch import (
 from ....errors import CaptureError
 from .copy_elision import drop_unused_results, elide_copies
 from .launch import AnyLaunch, FunctionLaunch, Launch, Operand
+from .meta_cache import MetaCache, key_of_call
 from .op_kinds import OpKind, fill_value, kind_of, why_opaque_is_refused
 from .out_variants import out_names
 from .pool import HostPool, PoolBlock, tensor_in
@@ -42,6 +43,7 @@ class Recorder(TorchDispatchMode):
     Args:
         pool: where the memory of new tensors comes from.
         name: what is recorded, for errors.
+        meta_cache: what is known of results.
         stream_seed: in which of the orders that events allow launches on several streams are replayed; None for the one
             in which they were recorded.
     """
@@ -49,12 +51,13 @@ class Recorder(TorchDispatchMode):
     # so that one is refused by a message of ours
     supports_higher_order_operators = True
 
-    def __init__(self, pool: HostPool, name: str, stream_seed: int | None = None) -> None:
+    def __init__(self, pool: HostPool, name: str, meta_cache: MetaCache, stream_seed: int | None = None) -> None:
         super().__init__()
         self.launches: list[AnyLaunch] = []
         self.streams = HostStreams(stream_seed)
         self._pool = pool
         self._name = name
+        self._meta_cache = meta_cache
         self._guard = HostReadGuard(name)
         self._failure: CaptureError | None = None
         self._blocks: set[PoolBlock] = set()
@@ -190,7 +193,10 @@ class Recorder(TorchDispatchMode):
         return tensor_in(block.start_lease(nbytes), like, 0)
 
     def _infer(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """What the op returns: its own arguments where it returns them, meta on the meta device for new tensors."""
+        """What the op returns: its own arguments where it returns them, meta tensors for new ones."""
+        key = key_of_call(func, args, kwargs)
+        if (known := self._meta_cache.get(key, func, args, kwargs)) is not None:
+            return known
         meta = MetaArguments()
         try:
             inferred = func(*meta.of(args), **meta.of(on_meta(func, kwargs)))
@@ -199,17 +205,25 @@ class Recorder(TorchDispatchMode):
                 return returned_arguments(func, args, kwargs)
             self._refuse(func.name(), "has no fake (meta) kernel, so the sizes of its results are unknown")
         for name in out_names(func):
-            self._fit(func, kwargs[name], meta.of(kwargs[name]))
-        return meta.undo(inferred)
+            if self._fit(func, kwargs[name], meta.of(kwargs[name])):
+                key = None
+        results = meta.undo(inferred)
+        self._meta_cache.keep(key, func, results)
+        return results
 
-    def _fit(self, func: OpOverload, tensor: Tensor, wanted: Tensor) -> None:
-        """Give an empty tensor, made in the capture, the memory that the op would give it by resizing it."""
+    def _fit(self, func: OpOverload, tensor: Tensor, wanted: Tensor) -> bool:
+        """Give an empty tensor, made in the capture, the memory that the op would give it by resizing it.
+
+        Returns:
+            Whether it had to.
+        """
         if tensor.size() == wanted.size():
-            return
+            return False
         if tensor.numel() > 0 or self._pool.block_of(tensor) is None:
             sizes = f"{list(tensor.size())} to {list(wanted.size())}"
             self._refuse(func.name(), f"resizes a tensor from {sizes}, which no replay repeats,")
         tensor.set_(self._allocate(wanted))  # type: ignore[call-overload]
+        return True
 
     def _change_metadata(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         tensor = args[0]

@@ -187,9 +187,9 @@ REFUSED = {
     "aten::t_ changes sizes or strides of a tensor made outside": refuse_sizes,
     "works on cuda": lambda: torch.ops.aten._to_copy(OUTER, device=torch.device("cuda")),
     "layout torch.sparse_coo": lambda: SPARSE.abs(),
-    "Tensor.numpy reads a value back": lambda: OUTER.numpy(),
-    "Tensor.__array__ reads a value back": lambda: OUTER.__array__(),
-    "Tensor.__float__ reads a value back": lambda: float(OUTER[0, 0]),
+    "Tensor.numpy needs a device-to-host sync": lambda: OUTER.numpy(),
+    "Tensor.__array__ needs a device-to-host sync": lambda: OUTER.__array__(),
+    "Tensor.__float__ needs a device-to-host sync": lambda: float(OUTER[0, 0]),
     "torch.tensor copies elements out of tensors": lambda: torch.tensor([OUTER[0, 0], 1.0]),
     "Tensor.apply_ runs Python on every element": lambda: OUTER.apply_(abs),
     "moves a tensor": lambda: setattr(OUTER, "data", OUTER),
@@ -224,7 +224,7 @@ def test_refusal(message, mode):
         capture(REFUSED[message])
     assert message.replace("aten::", "") in str(caught.value).replace("aten::", "")
     assert "while the example is recorded (" in str(caught.value)
-    assert "test_host_engine.py" in str(caught.value)
+    assert "test_engine.py" in str(caught.value)
     assert OUTER.shape == (2, 3)
 
 
@@ -254,7 +254,7 @@ def test_the_line_is_that_of_the_traced_function():
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         torch.compile(model, backend=record, fullgraph=True, dynamic=False)(torch.ones(3))
-    with pytest.raises(CaptureError, match=r"test_host_engine.py:\d+ in model: return x \* x.sum\(\).item\(\)"):
+    with pytest.raises(CaptureError, match=r"test_engine.py:\d+ in model: return x \* x.sum\(\).item\(\)"):
         capture(lambda: graphs[0](torch.ones(3)))
 
 

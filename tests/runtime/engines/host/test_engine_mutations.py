@@ -68,7 +68,7 @@ class LaxRecorder(HostEngine):
     recorder_class = Recorder
 
     def make_recorder(self, pool, name):
-        return self.recorder_class(pool, name)
+        return self.recorder_class(pool, name, self._meta_cache)
 
 
 @lacks(

@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from program_checks import COMBINATIONS, Setting, check_program, register_step_ops
+from program_checks import COMBINATIONS, OVERLAPS, Setting, check_program, register_step_ops
 from random_programs import Program, programs
 
 LEAST = -1  # the smallest token count that the program at hand is valid for
@@ -20,6 +20,9 @@ SETTINGS = st.builds(
     check=st.sampled_from(("addresses", "full")),
     # warm up, capture, replay; another bucket in between; one token, or none
     tokens=st.sampled_from(((5, 5, 3, 5), (3, 7, 3, 7, 3, 7), (LEAST, 5, LEAST, LEAST))),  # of TOKENS
+    overlaps=st.sampled_from(
+        (("apart",), ("apart", *OVERLAPS), ("apart", "apart", "apart", "shifted", "the same start"))
+    ),
 )
 SUITE = settings(
     max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -142,7 +142,7 @@ def test_the_pipeline_lists_the_passes_in_order() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for file, test in re.findall(r"\b(tests/\w+\.py)(?:::(\w+))?", text):
+    for file, test in re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", text):
         assert (ROOT / file).is_file(), file
         assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
     folders = "dsv4_compile|passes|ops|tests|examples|benchmarks|docs"

@@ -45,6 +45,7 @@ class Setting:
         check: as the option.
         piece_compiler: likewise.
         tokens: token count of each call; the first twice for a warm-up and a capture.
+        overlaps: which inputs share memory, by call and from the start again; never in a call that is traced.
     """
 
     combination: Combination
@@ -52,6 +53,7 @@ class Setting:
     check: str
     piece_compiler: str = "eager"
     tokens: Sequence[int]
+    overlaps: Sequence[str] = ("apart",)
 
     @property
     def new_step_state(self) -> bool:
@@ -76,20 +78,62 @@ def check_program(function: Callable[..., Any], setting: Setting) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=CheckedBackend(setting), dynamic=True, fullgraph=True)
     caches: list[Tensor] = []
+    traced: set[int] = set()
     for number, arguments in enumerate(arguments_of_calls(setting)):
         if number == 0:
             caches = clone_all([arguments["cache"]]) + clone_all([arguments["cache"]])
             torch._dynamo.mark_static_address(caches[1])
         seen = []
+        kind = min(arguments["x"].shape[0], 2)  # no token, one, and more are graphs of their own
+        overlap = OVERLAPS[setting.overlaps[number % len(setting.overlaps)] if kind in traced else "apart"]
+        traced.add(kind)
+        if not is_legal(function, arguments, caches[0], overlap):
+            continue
         for run, cache in zip((function, compiled), caches, strict=True):
             step = arguments["step"]
             given = dict(zip(arguments, clone_all(list(arguments.values())), strict=True))
             given |= {"cache": cache, "step": step}
+            given |= overlap(given["x"], given["y"], cache)
             LOG.clear()
             returned = run(**given)
             seen.append([*snapshot(given, returned), list(LOG)])
         tolerant = setting.piece_compiler == "inductor"
         assert all(map(partial(alike, tolerant=tolerant), *seen)), f"call {number} differs from eager"
+
+
+def _in_one_memory(x: Tensor, y: Tensor, start: int) -> dict[str, Tensor]:
+    """Both with the strides that they have, which Dynamo guards; y begins so many elements after x."""
+    memory = torch.cat([x.reshape(-1), y.reshape(-1), y.reshape(-1), torch.zeros(8)])
+    return {"x": memory.as_strided(x.size(), x.stride()), "y": memory.as_strided(y.size(), y.stride(), start)}
+
+
+def _rows_of_the_cache(x: Tensor, y: Tensor, cache: Tensor) -> dict[str, Tensor]:
+    return {"x": cache[2 : 2 + len(x)]}
+
+
+# new x, y or both from x, y and the cache
+OVERLAPS: dict[str, Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]] = {
+    "apart": lambda x, y, cache: {},
+    "shifted": lambda x, y, cache: _in_one_memory(x, y, 3),
+    "the same start": lambda x, y, cache: _in_one_memory(x, y, 0),
+    "rows of the cache": _rows_of_the_cache,
+}
+
+
+def is_legal(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    cache: Tensor,
+    overlap: Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]],
+) -> bool:
+    """Whether eager runs a program on such inputs; torch refuses some ops whose operands overlap."""
+    given = dict(zip(arguments, clone_all(list(arguments.values())), strict=True)) | {"cache": cache.clone()}
+    given |= overlap(given["x"], given["y"], given["cache"])
+    try:
+        function(**given)
+    except RuntimeError:
+        return False
+    return True
 
 
 def alike(expected: Any, actual: Any, *, tolerant: bool) -> bool:

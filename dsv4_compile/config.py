@@ -195,7 +195,10 @@ def _folder(name: str, value: Any) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
         raise OptionError(f"option {name}={value!r} must be a folder path")
-    return path
+    try:
+        return os.path.abspath(path)  # now: the program may change its folder before the files are written
+    except FileNotFoundError as error:
+        raise OptionError(f"option dump_dir={path!r} is relative, and the current folder is gone") from error
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

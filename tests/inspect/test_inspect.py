@@ -17,6 +17,7 @@ from torch import Tensor
 from toy_ops import SPLIT
 
 import dsv4_compile
+from dsv4_compile.config import Config
 from dsv4_compile.errors import ExplainError, OptionError
 from dsv4_compile.inspect.cli import main
 
@@ -96,6 +97,32 @@ def test_a_dump_dir_that_goes_away_costs_a_warning_and_no_call(
     assert len(warnings) == (calls_before < 2)  # the program is written in the second call
     assert all(str(folder) in warning for warning in warnings)
     assert (dsv4_compile.counters.captures, dsv4_compile.counters.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("calls_before", [1, 2, 3])
+def test_a_relative_dump_dir_stays_where_it_was_when_the_program_moves_on(
+    calls_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"split_ops": ["toy::fresh"], "dump_dir": os.path.join("dump", "..", "kept")}
+    compiled = torch.compile(layer, backend="dsv4_piecewise", dynamic=True, options=options)
+    for call in range(4):
+        if call == calls_before:
+            os.chdir("elsewhere")
+        compiled(torch.ones(5, 4))
+    assert (tmp_path / "kept" / "graph_0" / "program_5_4.py").is_file()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_relative_dump_dir_of_a_folder_that_is_gone_is_an_option_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(OptionError, match="option dump_dir='dump' is relative, and the current folder is gone"):
+        Config.from_options({"dump_dir": "dump"})
 
 
 def test_graphs_and_processes_share_a_dump_dir(tmp_path: Path) -> None:

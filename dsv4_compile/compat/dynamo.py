@@ -85,6 +85,11 @@ def is_float_argument(placeholder: fx.Node) -> bool:
     return bool(getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
+def forget_source(placeholder: fx.Node) -> None:
+    """Let go of Dynamo's record of a graph input: torch swaps no tensor that it refers to weakly."""
+    placeholder.meta.pop("grapharg", None)
+
+
 def graph_break_reason(gm: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the function did, or None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -16,6 +16,7 @@ from torch import fx
 
 from ..compat.dispatch import is_traceable_wrapper_subclass
 from ..compat.dynamo import (
+    forget_source,
     is_float_argument,
     is_kept_in_module,
     is_module_buffer,
@@ -54,6 +55,8 @@ def trace_graph(
         _refuse_training(node, example)
         _refuse_subclass(node, example)
     inputs = tuple(_input(node, example) for node, example in zip(placeholders, example_inputs, strict=True))
+    for node in placeholders:
+        forget_source(node)
     notes = () if break_reason is None else (f"graph break: what follows is not in this plan ({break_reason})",)
     return TracedGraph(
         gm=copy,

@@ -161,7 +161,7 @@ class CapturedCallable:
             return result
         key = self._settle_moving_inputs(key, args)
         parameter_addresses = self._keys.parameter_addresses(args)
-        self._cache.drop_moved()
+        self._cache.drop_moved(self._keys.owned_tensors(args))
         if self._cache.drop_oldest(bucket, parameter_addresses):
             self._limits.warn_moving()
         captured = self._cache.buckets(parameter_addresses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..memory.overlap import OverlapCheck
 from .builder import Program
 from .keys import Key
+from .marks import Mark, mark_of
 
 ParameterAddresses = tuple[int, ...]
 # For how many sets of addresses a bucket is kept with the same parameters and buffers.
@@ -43,7 +44,8 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: dict[Key, CachedProgram] = {}
-        self._references: dict[Key, list[weakref.ref[Tensor]]] = {}
+        self._marks: dict[Key, list[weakref.ref[Mark]]] = {}
+        self._owners: dict[Key, tuple[int, ...]] = {}  # which tensor objects had which of the parameter addresses
         self._stale: dict[Bucket, None] = {}  # in order of age
 
     def get(self, key: Key) -> CachedProgram | None:
@@ -63,7 +65,8 @@ class ProgramCache:
             if owner is not None:
                 owner._drop(key)
 
-        self._references[key] = [weakref.ref(tensor, forget) for tensor in owned]
+        self._marks[key] = [weakref.ref(mark_of(tensor), forget) for tensor in owned]
+        self._owners[key] = tuple(map(id, owned))
         self._programs[key] = entry
         is_again = entry.bucket in self._stale
         self._stale.pop(entry.bucket, None)
@@ -77,10 +80,11 @@ class ProgramCache:
             entry.bucket for entry in list(self._programs.values()) if entry.parameter_addresses == parameter_addresses
         }
 
-    def drop_moved(self) -> None:
-        """Drop entries whose parameters or buffers are elsewhere now."""
+    def drop_moved(self, owned: Sequence[Tensor]) -> None:
+        """Drop entries that were captured with one of these parameters and buffers where it is no longer."""
+        addresses = {id(tensor): tensor.data_ptr() for tensor in owned}
         for key, entry in list(self._programs.items()):
-            if self._has_moved(key, entry):
+            if self._has_moved(key, entry, addresses):
                 self._drop(key)
 
     def drop_oldest(self, bucket: Bucket, parameter_addresses: ParameterAddresses) -> list[Key]:
@@ -107,18 +111,19 @@ class ProgramCache:
         for key in list(self._programs):
             self._drop(key)
 
-    def _has_moved(self, key: Key, entry: CachedProgram) -> bool:
-        references = self._references.get(key)
-        if references is None:
+    def _has_moved(self, key: Key, entry: CachedProgram, addresses: Mapping[int, int]) -> bool:
+        owners = self._owners.get(key)
+        if owners is None:
             return True  # a finaliser was here meanwhile
-        tensors = [reference() for reference in references]
+        # a new object in the place of a dead one costs a capture at worst, where somebody else kept the memory
         return any(
-            tensor is None or tensor.data_ptr() != address
-            for tensor, address in zip(tensors, entry.parameter_addresses, strict=True)
+            addresses.get(owner, address) != address
+            for owner, address in zip(owners, entry.parameter_addresses, strict=True)
         )
 
     def _drop(self, key: Key) -> None:
-        self._references.pop(key, None)
+        self._marks.pop(key, None)
+        self._owners.pop(key, None)
         entry = self._programs.pop(key, None)
         if entry is not None:
             self._stale[entry.bucket] = None

@@ -39,6 +39,7 @@ from .rebase_results import rebase_results
 from .relate_offsets import relate_offsets
 from .resolve_targets import resolve_targets
 from .scope_modes import scope_modes
+from .settle_rebindings import settle_rebindings
 
 TracedPass = Callable[[TracedGraph], TracedGraph]
 PartitionedPass = Callable[[PartitionedGraph], PartitionedGraph]
@@ -60,6 +61,7 @@ def traced_passes(config: Config, concrete: MakeFakeInputs, symbolic: MakeFakeIn
         decompose_sizes,
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
         partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
+        settle_rebindings,
         relate_offsets,  # before results are rebased, which makes strided views of its own
         rebase_results,
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),

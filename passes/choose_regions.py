@@ -27,6 +27,8 @@ NO_SPLIT_OP = "the graph calls no split op: nothing in it is kept eager for atte
 def choose_regions(traced: TracedGraph, *, runner: str, region: str) -> TracedGraph:
     """Fill in `eager`: a reason for every node that runs eagerly; note a graph without a split op."""
     nodes = traced.compute_nodes()
+    if traced.run_as_traced is not None:
+        return replace(traced, eager=dict.fromkeys(nodes, traced.run_as_traced))
     splits = {node: reason for node in nodes if (reason := why_split(traced, node))}
     facts = graph_facts(traced)
     eager = dict(splits)

@@ -28,7 +28,7 @@ def plan_workspace(graph: PartitionedGraph) -> PartitionedGraph:
     written = graph.traced.written()
     roles = {i.node: _role(graph, i, i.node in taken_by_piece, written) for i in graph.traced.inputs}
     slots = tuple(_slots(graph, roles, taken_by_piece))
-    return replace(graph, roles=roles, slots=slots, uncaptured=_why_uncaptured(slots))
+    return replace(graph, roles=roles, slots=slots, uncaptured=graph.traced.run_as_traced or _why_uncaptured(slots))
 
 
 def _role(graph: PartitionedGraph, graph_input: GraphInput, taken_by_piece: bool, written: frozenset[int]) -> InputRole:

@@ -35,7 +35,6 @@ def resolve_targets(traced: TracedGraph) -> TracedGraph:
     """Rewrite the targets of all op calls, and the in-place metadata methods."""
     for node in list(traced.gm.graph.nodes):
         _refuse_transform(node)
-        _refuse_other_memory(node)
         if node.op == "call_function" and _is_op(node.target):
             _call_overload(node)
         if (view := _view_target(node)) is not None:
@@ -51,19 +50,6 @@ def _refuse_transform(node: fx.Node) -> None:
         raise UnsupportedTransformError(
             f"{node.name} belongs to a torch.func transform ({where(node)}), whose levels span several nodes and "
             "cannot be cut into pieces: call the transform from inside of a registered split op"
-        )
-
-
-def _refuse_other_memory(node: fx.Node) -> None:
-    """`t.set_(y)` and `t.data = y` where somebody outside of the graph sees t: a replay cannot repeat them."""
-    # `.data = ` is the first of these up to torch 2.13, and the second from 2.14 on
-    named = getattr(node.target, "_qualified_op_name", None) == "aten::shallow_copy_data_"
-    if not (node.target is torch.Tensor.set_ or named or (node.op == "call_method" and node.target == "set_")):
-        return
-    base = node.all_input_nodes[0]
-    if base.op == "placeholder" or {node, base} & set(node.graph.output_node().all_input_nodes):
-        raise UnsupportedInputError(
-            f"{base.name} gets other memory in place ({where(node)}), which a replay cannot repeat; use copy_"
         )
 
 

@@ -166,6 +166,7 @@ class TracedGraph:
         symbols: the placeholder that carries each size symbol.
         device: where the graph works: that of its first tensor input that is not on the CPU, else the CPU.
         leaves_grad: the grad mode the function leaves behind, if it differs from the one it was called in.
+        run_as_traced: why every call runs `original`, and nothing of this graph is captured; None if it need not.
         effects: by node.
         storages: provenance by storage number.
         eager: why a node is eager, for the eager ones.
@@ -176,6 +177,7 @@ class TracedGraph:
     | `trace_graph` | gm, original, inputs, ops, symbols, device |
     | `scope_modes` | leaves_grad |
     | `infer_effects` | effects, storages; `relate_offsets` and `rebase_results` add those of the nodes they make |
+    | `settle_rebindings` | run_as_traced |
     | `choose_regions` | eager |
     """
 
@@ -186,6 +188,7 @@ class TracedGraph:
     symbols: Mapping[sympy.Symbol, fx.Node]
     device: torch.device
     leaves_grad: bool | None = None
+    run_as_traced: str | None = None
     effects: Mapping[fx.Node, Effects] = field(default_factory=dict)
     storages: Mapping[int, Provenance] = field(default_factory=dict)
     eager: Mapping[fx.Node, str] = field(default_factory=dict)

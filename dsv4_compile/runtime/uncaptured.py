@@ -85,6 +85,8 @@ class UncapturedCallable:
 
     def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
+        if self._graph.traced.run_as_traced is not None:
+            return self._run_as_traced(args)
         profiled = is_profiling()
         # streams are those of a piece that is recorded around this call, of whose stream 0 this call knows nothing
         with restored_modes(), offering(None):
@@ -106,6 +108,14 @@ class UncapturedCallable:
                 for node in last_used:
                     del values[node]
             result = self._output_assembly.gm(*[values[node] for node in self._output_assembly.inputs])
+        if self._graph.traced.leaves_grad is not None:
+            torch.set_grad_enabled(self._graph.traced.leaves_grad)
+        return result
+
+    def _run_as_traced(self, args: Sequence[Any]) -> Any:
+        """Run what Dynamo handed over: every node once and where it stands, no view taken twice."""
+        with restored_modes(), offering(None):
+            result = self._graph.traced.original.forward(*args)
         if self._graph.traced.leaves_grad is not None:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
         return result

@@ -26,6 +26,7 @@ from .log import log
 from .piece_compilers import compile_pieces
 from .plan_graph import plan_graph
 from .runtime.captured import CapturedCallable, release_all
+from .runtime.engines.capture_state import restoring
 from .runtime.engines.select import engine_for
 from .runtime.pieces.pieces import Pieces
 from .runtime.traced_call import TracedCall
@@ -53,7 +54,11 @@ def dsv4_piecewise(
     Raises:
         Dsv4Error: one of its subclasses in `errors`, as itself.
     """
-    config = Config.from_options(options, mode)
+    return restoring(compile_graph, gm, example_inputs, Config.from_options(options, mode))
+
+
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+    """The pipeline; see the module docstring."""
     artifacts = Artifacts(config)
     graph = plan_graph(gm, example_inputs, config, artifacts.observe)
     plan = make_plan(graph, config)

@@ -50,7 +50,7 @@ class Counters:
     traced_graph_calls: int
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.reset()
 
     def reset(self) -> None:
@@ -62,9 +62,13 @@ class Counters:
     def add(self, **amounts: int) -> None:
         """Add to the named counts; a name that is not a count raises TypeError."""
         _check_names(amounts)
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+        try:
+            with self._lock:
+                for name, amount in amounts.items():
+                    setattr(self, name, getattr(self, name) + amount)
+        finally:
+            if self._lock._is_owned():  # type: ignore[attr-defined]  # an interrupt came while the block was left
+                self._lock.release()
 
     def snapshot(self) -> dict[str, int]:
         """All counts at one instant."""

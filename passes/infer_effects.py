@@ -38,6 +38,7 @@ from ..compat.dispatch import (
 )
 from ..compat.dynamo import data_dependent_errors
 from ..compat.symbols import expr_of, hint_of, is_unbacked
+from ..compat.thread_state import OutsideInferenceMode
 from ..errors import Dsv4Error, PlanError
 from ..graph.mode_scopes import autocast_scopes
 from ..graph.op_properties import bind_arguments
@@ -80,7 +81,7 @@ def _run(traced: TracedGraph, fake_inputs: FakeInputs) -> TracedGraph:
         if isinstance(value, torch.Tensor)
     }
     # Composite ops arrive whole in inference mode, where `reshape` would pass for a view although it may copy.
-    with torch.inference_mode(False), torch.no_grad(), fake_inputs.mode, _kernels_for(fake_inputs):
+    with OutsideInferenceMode(), torch.no_grad(), fake_inputs.mode, _kernels_for(fake_inputs):
         interpreter.run(*fake_inputs.values, enable_io_processing=False)
     effects = interpreter.effects
     for constant in interpreter.constants:

@@ -16,7 +16,6 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ READERS_ON_CPU = frozenset(
 
 # Python functions and tensor attributes do not call function modes inside.
 NoFunctionModes = torch._C.DisableTorchFunction
-
-
-# Calls of torch do not reach the dispatch modes of this thread inside.
-no_dispatch_modes = _disable_current_modes
 
 
 # Where the public function of an aten op is, if there is one; `torch.nn.functional` calls those of the second.

@@ -15,6 +15,7 @@ from torch import fx
 if TYPE_CHECKING:
     pass
 from .dynamo import trace_fakes
+from .thread_state import OutsideInferenceMode
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def isolated_tracing() -> Iterator[None]:
     """
     mode = trace_fakes()
     context = torch._guards.TracingContext(mode)
-    with torch._guards.tracing(context), torch.inference_mode(False), torch.no_grad(), _floats_are_settled(mode):
+    with torch._guards.tracing(context), OutsideInferenceMode(), torch.no_grad(), _floats_are_settled(mode):
         yield
 
 

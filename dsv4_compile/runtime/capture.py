@@ -36,27 +36,31 @@ def capture(
         CaptureError: calling `compiled` ran nothing that this backend compiled.
     """
     from ..errors import CaptureError
-    from .restore_inputs import restoring_calls
+    from .restore_inputs import RestoringCalls
 
     _check_callable("compiled", compiled)
     _check_callable("inputs_for", inputs_for)
     in_order = sorted(_checked(sizes), reverse=True)
-    with torch.no_grad(), restoring_calls() as restored, progress_bar(len(in_order), "bucket", progress) as advance:
-        graphs = 0
-        for size in in_order:
-            _call_twice(compiled, inputs_for(size))
-            if not restored.calls:
-                raise CaptureError(
-                    f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
-                    'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
-                )
-            if size == in_order[0]:
-                graphs = counters.graphs_compiled
-            advance(1)
-        if in_order and counters.graphs_compiled != graphs:
-            # a size that happened to be that of another dim was no symbol of its own: a later graph serves it too
+    calls = RestoringCalls()
+    try:
+        with torch.no_grad(), calls as restored, progress_bar(len(in_order), "bucket", progress) as advance:
+            graphs = 0
             for size in in_order:
                 _call_twice(compiled, inputs_for(size))
+                if not restored.calls:
+                    raise CaptureError(
+                        f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
+                        'capture: give what torch.compile(model, backend="dsv4_piecewise") returned'
+                    )
+                if size == in_order[0]:
+                    graphs = counters.graphs_compiled
+                advance(1)
+            if in_order and counters.graphs_compiled != graphs:
+                # a size that happened to be that of another dim was no symbol of its own: a later graph serves it too
+                for size in in_order:
+                    _call_twice(compiled, inputs_for(size))
+    finally:
+        calls.end()  # once more: an interrupt may have come while the block was left
 
 
 def _call_twice(compiled: Callable[..., Any], inputs: Any) -> None:

@@ -18,7 +18,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..counting import counters
 from ..graph.mode_scopes import scopes_of
 from ..graph.partitioned import InputRole, PartitionedGraph
 from .engines.base import Engine
-from .engines.capture_state import is_capturing
+from .engines.capture_state import is_capturing, restoring
 from .memory.arena import Arenas
 from .memory.overlap import OverlapCheck
 from .pieces.pieces import Pieces
@@ -42,8 +41,7 @@ from .program.cache import Bucket, CachedProgram, ProgramCache
 from .program.keys import Key, KeyReader
 from .program.limits import Limits
 from .program.profiler_ranges import profiler_range
-from .restore_inputs import is_restoring, restored_inputs
-from .restore_modes import restored_modes
+from .restore_inputs import call_restoring, is_restoring
 from .traced_call import TracedCall
 from .uncaptured import UncapturedCallable
 
@@ -92,9 +90,8 @@ class CapturedCallable:
         self._streams = max(graph.streams.values(), default=0)
         self._title = f"graph {next(_graph_numbers)}"
         self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
-        switches = any(scopes_of(node) for node in graph.traced.gm.graph.nodes)
-        self._modes: Callable[[], AbstractContextManager[None]] = restored_modes if switches else nullcontext
-        self._lock = threading.Lock()
+        self._switches_modes = any(scopes_of(node) for node in graph.traced.gm.graph.nodes)
+        self._serving: dict[str, object] = {}  # the call that uses the workspace
         self._start_empty()
         with _live_lock:
             _live.add(self)
@@ -113,7 +110,9 @@ class CapturedCallable:
 
     def __call__(self, *args: Any) -> Any:
         """Serve a call: by its program, by building one, or uncaptured."""
-        with restored_inputs(self._graph.traced, args) if is_restoring() else nullcontext():
+        if is_restoring():
+            result = call_restoring(self._serve_alone, self._graph.traced, args)
+        else:
             result = self._serve_alone(args)
         if self._graph.traced.leaves_grad is not None:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
@@ -122,19 +121,26 @@ class CapturedCallable:
     def _serve_alone(self, args: tuple[Any, ...]) -> Any:
         if not self._engine.replays_in_captures and is_capturing():
             return self._serve_uncaptured(args)  # becomes part of the graph that is recorded around it
-        if not self._lock.acquire(blocking=False):
-            return self._serve_uncaptured(args)
+        this = object()
         try:
-            with self._modes():
-                return self._serve(args)
+            try:
+                if self._serving.setdefault("call", this) is this:
+                    return restoring(self._serve, args) if self._switches_modes else self._serve(args)
+            finally:
+                self._end(this)
         finally:
-            self._lock.release()
+            self._end(this)  # once more: an interrupt may have come in between
+        return self._serve_uncaptured(args)
+
+    def _end(self, call: object) -> None:
+        if self._serving.get("call") is call:
+            del self._serving["call"]
 
     def _serve(self, args: tuple[Any, ...]) -> Any:
         key = self._keys.read(args)
         entry = self._cache.get(key)
         if entry is None:
-            return self._serve_new(key, args)
+            return restoring(self._serve_new, key, args)
         if entry.overlap.check(args):
             return self._serve_uncaptured(args)
         counters.add(replays=1, eager_op_calls=self._eager_ops)

@@ -7,6 +7,7 @@ graph runs as Dynamo handed it over: in program order, nothing moved, shared, co
 | assumption | asked |
 |---|---|
 | inputs, one of them written, overlap where they did in the trace and nowhere else | `Aliasing` |
+| nothing gives a tensor other memory in place; then there is no other way to run the graph | `run_as_traced` |
 | weights have the strides of the trace (Dynamo of torch 2.11 does not guard them) | `_other_strides` |
 """
 
@@ -21,10 +22,9 @@ from ..compat.dynamo import GUARDS_STRIDES
 from ..counting import counters
 from ..graph.traced import TracedGraph
 from ..log import log
-from .engines.capture_state import offering
+from .engines.capture_state import offering, restoring
 from .memory.overlap import Aliasing
 from .program.profiler_ranges import profiler_range
-from .restore_modes import restored_modes
 
 
 class TracedCall:
@@ -41,10 +41,12 @@ class TracedCall:
         self._aliasing = Aliasing(traced, example_inputs)
         weights = [] if GUARDS_STRIDES else [index for index, i in enumerate(traced.inputs) if i.owned]
         self._strides = {index: example_inputs[index].stride() for index in weights}
-        self._warned: set[str] = set()
+        self._warned = {traced.run_as_traced}  # that was said when it was compiled
 
     def why_needed(self, args: Sequence[Any]) -> str | None:
         """Which assumption of the plan a call breaks, or None."""
+        if self._traced.run_as_traced is not None:
+            return self._traced.run_as_traced
         if self._aliasing.differs(args):
             return "inputs share memory in another way than when the graph was traced, and one of them is written"
         if any(args[index].stride() != stride for index, stride in self._strides.items()):
@@ -58,8 +60,11 @@ class TracedCall:
             self._warned.add(reason)
             log.warning("calls run the traced graph itself, op by op, where %s", reason)
         # the graph has its mode switches in it; one that raises between two of them must not leave one behind
-        with restored_modes(), offering(None), profiler_range("traced graph"):
-            result = self._traced.original(*args)
+        result = restoring(self._run, args)
         if self._traced.leaves_grad is not None:
             torch.set_grad_enabled(self._traced.leaves_grad)
         return result
+
+    def _run(self, args: Sequence[Any]) -> Any:
+        with offering(None), profiler_range("traced graph"):
+            return self._traced.original(*args)

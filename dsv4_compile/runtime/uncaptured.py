@@ -6,7 +6,6 @@ This is `engine="off"`, and every call of the other engines that no captured pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ from ..compat.dynamo import is_profiling
 from ..counting import counters
 from ..graph.partitioned import PartitionedGraph, Unit
 from ..graph.traced import TensorMeta
-from .engines.capture_state import offering
+from .engines.capture_state import offering, restoring
 from .memory.arena import copier
 from .pieces.pieces import PieceFunction, Pieces
 from .pieces.result_checks import check_layout, has_strides_of
 from .program.profiler_ranges import in_range
-from .restore_inputs import is_restoring, restored_inputs
-from .restore_modes import restored_modes
+from .restore_inputs import call_restoring, is_restoring
 from .traced_call import TracedCall
 
 WarmUp = Callable[[Callable[[], None]], None]
@@ -63,11 +61,10 @@ class UncapturedCallable:
 
     def __call__(self, *args: Any) -> Any:
         """Run every unit, as what Dynamo calls."""
-        with restored_inputs(self._graph.traced, args) if is_restoring() else nullcontext():
-            return self.run(args)
+        return call_restoring(self.run, self._graph.traced, args) if is_restoring() else self.run(args)
 
     def run(self, args: Sequence[Any]) -> Any:
-        """Run every unit, or the traced graph; for a caller that sees to what `restoring_calls` asks."""
+        """Run every unit, or the traced graph; for a caller that sees to what `RestoringCalls` asks."""
         reason = self._traced_call.why_needed(args)
         return self._run(args, None) if reason is None else self._traced_call.run(args, reason)
 
@@ -85,40 +82,36 @@ class UncapturedCallable:
 
     def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
-        if self._graph.traced.run_as_traced is not None:
-            return self._run_as_traced(args)
-        profiled = is_profiling()
-        # streams are those of a piece that is recorded around this call, of whose stream 0 this call knows nothing
-        with restored_modes(), offering(None):
-            values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
-            sizes = self._prepare(values)
-            pieces = self._pieces.for_call(args)
-            for unit, last_used in self._steps:
-                function = self._function(unit, pieces, warms_up=run_piece is not None)
-                if profiled:
-                    function = in_range(unit.name, function)
-                inputs = [values[node] for node in unit.inputs]
-                if run_piece is None or unit.kind == "region":
-                    results = function(*inputs)
-                else:
-                    results = _through(run_piece, function, inputs)
-                if run_piece is not None or self._pieces.are_compiled:
-                    results = self._checked(unit, results, sizes)
-                values.update(zip(unit.outputs, results, strict=True))
-                for node in last_used:
-                    del values[node]
-            result = self._output_assembly.gm(*[values[node] for node in self._output_assembly.inputs])
+        result = restoring(self._run_alone, args, run_piece)
         if self._graph.traced.leaves_grad is not None:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
         return result
 
-    def _run_as_traced(self, args: Sequence[Any]) -> Any:
-        """Run what Dynamo handed over: every node once and where it stands, no view taken twice."""
-        with restored_modes(), offering(None):
-            result = self._graph.traced.original.forward(*args)
-        if self._graph.traced.leaves_grad is not None:
-            torch.set_grad_enabled(self._graph.traced.leaves_grad)
-        return result
+    def _run_alone(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
+        # streams are those of a piece that is recorded around this call, of whose stream 0 this call knows nothing
+        with offering(None):
+            return self._run_units(args, run_piece)
+
+    def _run_units(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
+        profiled = is_profiling()
+        values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
+        sizes = self._prepare(values)
+        pieces = self._pieces.for_call(args)
+        for unit, last_used in self._steps:
+            function = self._function(unit, pieces, warms_up=run_piece is not None)
+            if profiled:
+                function = in_range(unit.name, function)
+            inputs = [values[node] for node in unit.inputs]
+            if run_piece is None or unit.kind == "region":
+                results = function(*inputs)
+            else:
+                results = _through(run_piece, function, inputs)
+            if run_piece is not None or self._pieces.are_compiled:
+                results = self._checked(unit, results, sizes)
+            values.update(zip(unit.outputs, results, strict=True))
+            for node in last_used:
+                del values[node]
+        return self._output_assembly.gm(*[values[node] for node in self._output_assembly.inputs])
 
     @staticmethod
     def _function(unit: Unit, pieces: Mapping[str, PieceFunction], *, warms_up: bool) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import dsv4_compile
 from dsv4_compile import counters
 from dsv4_compile.errors import ArgumentError, CaptureError
 from dsv4_compile.runtime import restore_inputs as restoring
-from dsv4_compile.runtime.restore_inputs import restored_inputs, restoring_calls
+from dsv4_compile.runtime.restore_inputs import RestoredInputs, RestoringCalls
 
 toy = torch.ops.toy
 
@@ -95,11 +95,11 @@ def test_random_states_of_the_devices_in_use_are_put_back(monkeypatch: pytest.Mo
     """The current one and those of the graphs; another thread may draw on the others. torch does not warn."""
     generators = Generators(monkeypatch, devices=3, current=1)
     graphs: Any = SimpleNamespace(inputs=(), written=frozenset)
-    with restoring_calls():
+    with RestoringCalls():
         generators.states = [0, 1, 1]  # as of dummy inputs
         for name in ("cuda:0", "cuda", "cuda:0", "cpu"):
             monkeypatch.setattr(restoring, "graph_device", lambda graph, name=name: torch.device(name))
-            with restored_inputs(graphs, ()):
+            with RestoredInputs(graphs, ()):
                 generators.states = [state + 1 for state in generators.states]
     assert generators.states == [0, 0, 5]
     assert generators.saved == [torch.device("cuda", 1), torch.device("cuda", 0)]
@@ -107,7 +107,7 @@ def test_random_states_of_the_devices_in_use_are_put_back(monkeypatch: pytest.Mo
 
 def test_where_cuda_has_not_started_it_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = Generators(monkeypatch, devices=0, current=0)
-    with restoring_calls():
+    with RestoringCalls():
         pass
     assert generators.saved == []
 
@@ -125,7 +125,7 @@ def test_what_a_call_writes_is_copied_once(engine: str, monkeypatch: pytest.Monk
         return clone(self, **options)
 
     monkeypatch.setattr(Tensor, "clone", watched)
-    with torch.no_grad(), restoring_calls() as restored:
+    with torch.no_grad(), RestoringCalls() as restored:
         for calls in (1, 2, 3):  # warm-up, capture, replay
             run(torch.ones(4, 4), seen)
             assert restored.calls == len(copies) == calls

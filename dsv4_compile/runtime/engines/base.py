@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...analysis.slot_placement import ALIGNMENT
+from ...compat.thread_state import OutsideInferenceMode
 from ...errors import CaptureError
 
 # Two bytes that are NaN in every float type of torch, and a huge number in integers of 16 bits and more.
@@ -129,7 +130,7 @@ def allocate_poisoned(nbytes: int, device: torch.device) -> Tensor:
     Returns:
         uint8 [nbytes], aligned to 256 bytes, filled with `POISON`: a NaN or a huge index shows, a zero would not.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with OutsideInferenceMode(), torch.no_grad():
         pairs = torch.full(((nbytes + ALIGNMENT + 1) // 2,), POISON, dtype=torch.int16, device=device)
         memory = pairs.view(torch.uint8)
         start = -memory.data_ptr() % ALIGNMENT

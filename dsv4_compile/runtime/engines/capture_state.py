@@ -8,19 +8,28 @@ While a capture runs, garbage collection is paused (a finaliser would run its ke
 memory invalidates a CUDA capture), autocast's cache of cast weights is off (a cast that was recorded holds no value
 yet, and one made before is freed by the end of its autocast block), and grad mode is off. All of it goes back to what
 it was, however the capture ends.
+
+Note "gaps of a block": an interrupt may come while a `with` block is entered or left, by Ctrl-C or from any signal
+handler. Then what the block pushed stays. So whoever serves a call does it through `restoring`, which puts back what the
+thread had before, and does so twice, since the interrupt may come there too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...compat.thread_state import TorchState
+
+Result = TypeVar("Result")
 # Held again by the thread that holds it: an op of a piece that warms up may call a compiled function of its own.
 _capture_lock = threading.RLock()
 
@@ -107,6 +116,63 @@ def offering(streams: Streams | None) -> Iterator[None]:
         yield
     finally:
         _recorded.streams = before
+
+
+def restoring(function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function; whatever it leaves behind in this thread is taken back, interrupted or not.
+
+    That is grad mode, autocast, modes, the capture and its lock, but not what the function is there to change.
+    """
+    before = _ThreadState.now()
+    try:
+        try:
+            return function(*args)
+        except BaseException as error:
+            _close_blocks(error)
+            before.torch.restore_flags()
+            raise
+        finally:
+            before.restore()
+    finally:
+        before.restore()
+
+
+@dataclass(frozen=True, slots=True)
+class _ThreadState:
+    torch: TorchState
+    holds_lock: bool
+    recorded: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> _ThreadState:
+        return cls(TorchState.now(), _holds_lock(), dict(vars(_recorded)))
+
+    def restore(self) -> None:
+        self.torch.restore()
+        if vars(_recorded) != self.recorded:
+            vars(_recorded).clear()
+            vars(_recorded).update(self.recorded)
+        while _holds_lock() and not self.holds_lock:
+            _capture_lock.release()
+
+
+def _holds_lock() -> bool:
+    """Whether this thread holds the lock; an RLock has no public way to ask."""
+    return bool(getattr(_capture_lock, "_is_owned")())  # noqa: B009
+
+
+def _close_blocks(error: BaseException) -> None:
+    """Run the last lines of blocks that an exception cut short, now and not when somebody lets go of the exception.
+
+    They are in generators, in the frames of `contextlib`, and in the frames of generated code.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        path = traceback.tb_frame.f_code.co_filename
+        if path == contextlib.__file__ or path.startswith("<"):
+            with contextlib.suppress(RuntimeError):  # it runs still
+                traceback.tb_frame.clear()
+        traceback = traceback.tb_next
 
 
 @contextmanager

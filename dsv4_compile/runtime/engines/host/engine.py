@@ -43,11 +43,17 @@ class HostLaunchRecord(LaunchRecord):
         run_all = self.replay
 
         def replay() -> None:
-            if torch.is_autocast_enabled("cpu"):
-                with torch.autocast("cpu", enabled=False):
-                    run_all()
-            else:
+            if not torch.is_autocast_enabled("cpu"):
                 run_all()
+                return
+            try:
+                try:
+                    torch.set_autocast_enabled("cpu", False)
+                    run_all()
+                finally:
+                    torch.set_autocast_enabled("cpu", True)
+            finally:
+                torch.set_autocast_enabled("cpu", True)  # once more: an interrupt may have come in between
 
         self.replay = replay
 

@@ -20,8 +20,8 @@ from ....compat.dispatch import (
     TorchDispatchMode,
     bind_cpu_kernel,
     call_composite_kernel,
-    no_dispatch_modes,
 )
+from ....compat.thread_state import NoDispatchModes, OutsideInferenceMode
 from ....errors import CaptureError
 from .copy_elision import drop_unused_results, elide_copies
 from .launch import AnyLaunch, FunctionLaunch, Launch, Operand
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         returns: Sequence[Tensor],
     ) -> Sequence[Tensor]:
         """See `capture_state.OpaqueRecorder`."""
-        with no_dispatch_modes(), NoFunctionModes(), torch.inference_mode(False):
+        with NoDispatchModes(), NoFunctionModes(), OutsideInferenceMode():
             operands = map_leaves(self._operand, Tensor, tuple(args))
             made = [self._allocate(like) for like in returns]
             results = [self._operand(tensor) for tensor in made]
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         failure = self._failure or self._guard.failure
         if failure is not None:
             raise failure
-        with torch.inference_mode(False):
+        with OutsideInferenceMode():
             if self.streams.are_used:
                 # a copy that is left out is a matter of order, and the order here is only one of many
                 self.launches = self.streams.checked_order()
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
             if kind is OpKind.METADATA:
                 return func(*args, **kwargs)
             if kind not in (OpKind.COMPOSITE, OpKind.PYTHON):
-                with torch.inference_mode(False):
+                with OutsideInferenceMode():
                     return self._record(kind, func, args, kwargs)
         if kind is OpKind.PYTHON:
             return self.run(bind_cpu_kernel(func, args, kwargs))

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from .compat.dynamo import concrete_fake_inputs, graph_break_reason, symbolic_fake_inputs
+from .compat.dynamo import concrete_fake_inputs, graph_break_reason, resized_fake_inputs, symbolic_fake_inputs
 from .config import Config
 from .graph.partitioned import PartitionedGraph
-from .graph.traced import FakeInputs
+from .graph.traced import FakeInputs, SizeValues
 from .graph.tracing import trace_graph
 from .ops.registry import snapshot, with_split_ops
 from .passes import Observer, partition_graph, partitioned_passes, pass_name, run_passes, traced_passes
@@ -31,15 +31,19 @@ def plan_graph(
     traced = trace_graph(gm, example_inputs, ops, graph_break_reason(gm))
 
     def concrete() -> FakeInputs:
-        mode, values = concrete_fake_inputs(example_inputs)
+        mode, values = concrete_fake_inputs(example_inputs, traced.traced_sizes)
         return FakeInputs(mode=mode, values=values, concrete=True)
 
     def symbolic() -> FakeInputs:
         mode, values = symbolic_fake_inputs(example_inputs, gm)
         return FakeInputs(mode=mode, values=values, concrete=False)
 
+    def resized(sizes: SizeValues) -> FakeInputs:
+        mode, values = resized_fake_inputs([graph_input.value for graph_input in traced.inputs], sizes)
+        return FakeInputs(mode=mode, values=values, concrete=True)
+
     observe("dynamo", traced)
-    traced = run_passes(traced, traced_passes(config, concrete, symbolic), observe)
-    graph = partition_graph(traced)
+    planned = run_passes(traced, traced_passes(config, concrete, symbolic, resized), observe)
+    graph = partition_graph(planned)
     observe(pass_name(partition_graph), graph)
     return run_passes(graph, partitioned_passes(config), observe)

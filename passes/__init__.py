@@ -22,7 +22,7 @@ from torch import fx
 
 from ..config import Config
 from ..graph.partitioned import PartitionedGraph
-from ..graph.traced import FakeInputs, TracedGraph
+from ..graph.traced import FakeInputs, SizeValues, TracedGraph
 from .assign_streams import assign_streams
 from .check_hazards import check_hazards
 from .check_partition import check_partition
@@ -31,37 +31,47 @@ from .cut_subgraphs import cut_subgraphs
 from .decompose_sizes import decompose_sizes
 from .find_duplicates import find_duplicates
 from .infer_effects import infer_effects
+from .lift_size_checks import lift_size_checks
 from .move_nodes import move_nodes
 from .partition_graph import partition_graph as partition_graph
 from .place_getitems import place_getitems
+from .place_waits import place_waits
 from .plan_workspace import plan_workspace
 from .rebase_results import rebase_results
 from .relate_offsets import relate_offsets
 from .resolve_targets import resolve_targets
 from .scope_modes import scope_modes
 from .settle_rebindings import settle_rebindings
+from .try_ones import try_ones
 
 TracedPass = Callable[[TracedGraph], TracedGraph]
 PartitionedPass = Callable[[PartitionedGraph], PartitionedGraph]
 Observer = Callable[[str, TracedGraph | PartitionedGraph], None]
 MakeFakeInputs = Callable[[], FakeInputs]
+ResizeFakeInputs = Callable[[SizeValues], FakeInputs]
 Graph = TypeVar("Graph", TracedGraph, PartitionedGraph)
 
 
-def traced_passes(config: Config, concrete: MakeFakeInputs, symbolic: MakeFakeInputs) -> tuple[TracedPass, ...]:
+def traced_passes(
+    config: Config, concrete: MakeFakeInputs, symbolic: MakeFakeInputs, resized: ResizeFakeInputs
+) -> tuple[TracedPass, ...]:
     """What runs before the partition, with settings bound, in order.
 
     Args:
         config: the options.
-        concrete, symbolic: make fakes of the graph's inputs, with the sizes of the trace or with symbols.
+        concrete, symbolic, resized: make fakes of the graph's inputs, with the sizes of the trace, with symbols, or
+            with given sizes.
     """
     return (
         resolve_targets,
         scope_modes,
         decompose_sizes,
+        lift_size_checks,  # after sizes: what is left of them is read off tensors whose size depends on data
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
+        place_waits,
         partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
         settle_rebindings,
+        partial(try_ones, resized=resized),
         relate_offsets,  # before results are rebased, which makes strided views of its own
         rebase_results,
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),

@@ -51,7 +51,7 @@ def _is_size(value: Any) -> bool:
 
 def _is_known(value: Any, traced: TracedGraph) -> bool:
     sizes = value if isinstance(value, (tuple, list)) else (value,)
-    return all(expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
+    return all(map(traced.knows, sizes))
 
 
 def _replace(node: fx.Node, value: Any, traced: TracedGraph) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..analysis.eager_reasons import has_unknown_size
 from ..analysis.effects import EffectsRecorder, NodeEffects, Storages, WholeOps
 from ..compat.dispatch import (
     READERS_ON_CPU,
@@ -37,18 +38,18 @@ from ..compat.dispatch import (
     pytree,
 )
 from ..compat.dynamo import data_dependent_errors
-from ..compat.symbols import expr_of, hint_of, is_unbacked
+from ..compat.symbols import value_of
 from ..compat.thread_state import OutsideInferenceMode
 from ..errors import Dsv4Error, PlanError
 from ..graph.mode_scopes import autocast_scopes
-from ..graph.op_properties import bind_arguments
+from ..graph.op_properties import bind_arguments, is_number_check
 from ..graph.source_lines import where
 from ..graph.traced import Effects, FakeInputs, Provenance, TensorMeta, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class _NeedsSymbolsError(Exception):
+class NeedsSymbolsError(Exception):
     """The concrete run cannot tell the symbolic shape of some value."""
 
 
@@ -67,12 +68,18 @@ def infer_effects(
         PlanError: a node cannot be run on fake tensors.
     """
     try:
-        return _run(traced, concrete())
-    except _NeedsSymbolsError:
-        return _run(traced, symbolic())
+        return run_on_fakes(traced, concrete())
+    except NeedsSymbolsError:
+        return run_on_fakes(traced, symbolic())
 
 
-def _run(traced: TracedGraph, fake_inputs: FakeInputs) -> TracedGraph:
+def run_on_fakes(traced: TracedGraph, fake_inputs: FakeInputs) -> TracedGraph:
+    """Fill in effects and provenance from one run.
+
+    Raises:
+        NeedsSymbolsError: concrete fakes do not do.
+        Dsv4Error: as `infer_effects`.
+    """
     storages = Storages()
     interpreter = _EffectsInterpreter(traced, EffectsRecorder(traced.ops, storages), fake_inputs)
     provenance = {
@@ -87,7 +94,7 @@ def _run(traced: TracedGraph, fake_inputs: FakeInputs) -> TracedGraph:
     for constant in interpreter.constants:
         provenance.setdefault(constant, Provenance.CONSTANT)
     floats = {graph_input.node for graph_input in traced.inputs if graph_input.number}
-    _mark(effects, interpreter.recorder.step_state, provenance, floats)
+    _mark(traced, effects, interpreter.recorder.step_state, provenance, floats)
     return _filled(traced, effects, provenance)
 
 
@@ -97,7 +104,11 @@ def _kernels_for(fake_inputs: FakeInputs) -> AbstractContextManager[None]:
 
 
 def _mark(
-    effects: dict[fx.Node, Effects], step_state: set[int], provenance: dict[int, Provenance], floats: set[fx.Node]
+    traced: TracedGraph,
+    effects: dict[fx.Node, Effects],
+    step_state: set[int],
+    provenance: dict[int, Provenance],
+    floats: set[fx.Node],
 ) -> None:
     written = {storage for node_effects in effects.values() for storage in node_effects.writes}
     writes_inputs = bool(written & provenance.keys())
@@ -107,7 +118,7 @@ def _mark(
         elif origin is Provenance.BUFFER and storage in written:
             provenance[storage] = Provenance.CACHE
     for node, node_effects in effects.items():
-        if node_effects.only_allocates and _has_unbacked_size(node_effects.result):
+        if node_effects.only_allocates and has_unknown_size(traced, node_effects.result):
             # nobody but the node itself can make it: its size is not known at the start of a call
             effects[node] = node_effects = replace(node_effects, pinned=True)
         for storage in node_effects.makes:
@@ -136,6 +147,7 @@ class _EffectsInterpreter(fx.Interpreter):
         # Values stay alive to the end, so that no storage's identity is used twice.
         super().__init__(traced.gm, garbage_collect_values=False)
         self.recorder = recorder
+        self._traced = traced
         self.effects: dict[fx.Node, Effects] = {}
         self.constants: set[int] = set()
         self._fake_inputs = fake_inputs
@@ -147,15 +159,20 @@ class _EffectsInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return self._run_node(n)
-        except (Dsv4Error, _NeedsSymbolsError):
+        except (Dsv4Error, NeedsSymbolsError):
             raise
         except Exception as error:
+            if self._fake_inputs.concrete:
+                # sizes of the trace that a check of the graph refuses, or an op that only takes those Dynamo gave it
+                raise NeedsSymbolsError from error
             # Some fake-tensor errors would turn into a silent graph break if they left the backend.
             raise PlanError(f"cannot run {n.format_node()} on fake tensors ({where(n)}): {error}") from error
 
     def _run_node(self, n: fx.Node) -> Any:
         traced = n.meta.get("example_value")
-        if n.op in ("call_function", "call_method") and _is_data_dependent(n, traced, self.env):
+        if n.op == "call_function" and is_number_check(n):
+            value, effects = None, _number_check()  # not run: the sizes of the trace may be the ones it refuses
+        elif n.op in ("call_function", "call_method") and _is_data_dependent(n, traced, self.env):
             value, effects = self._known(traced), self._data_dependent(n)
         elif n.op in ("placeholder", "output"):
             value, effects = super().run_node(n), Effects()
@@ -179,7 +196,7 @@ class _EffectsInterpreter(fx.Interpreter):
         except data_dependent_errors():
             # an op that unpacks a tensor on the way, such as indexing by a 0-dim tensor
             return self._known(traced), self._data_dependent(n)
-        except (Dsv4Error, _NeedsSymbolsError):
+        except (Dsv4Error, NeedsSymbolsError):
             raise
         except Exception:
             if not isinstance(n.target, HigherOrderOperator):
@@ -206,7 +223,7 @@ class _EffectsInterpreter(fx.Interpreter):
         if self._fake_inputs.concrete:
             hint = traced.node.hint if isinstance(traced, _SYMBOLIC) else None
             if hint is None:
-                raise _NeedsSymbolsError
+                raise NeedsSymbolsError
             return hint
         return pytree.tree_map_only(torch.Tensor, _like, traced)
 
@@ -218,8 +235,8 @@ class _EffectsInterpreter(fx.Interpreter):
         if not isinstance(value, torch.Tensor):
             return None
         shown = traced if isinstance(traced, torch.Tensor) else value
-        if shown is not value and not _agree(value, shown):
-            raise _NeedsSymbolsError
+        if shown is not value and not _agree(self._traced, value, shown):
+            raise NeedsSymbolsError
         layout = tuple(shown.shape), tuple(shown.stride()), shown.storage_offset()
         return TensorMeta(*layout, value.dtype, value.device, self.recorder.storages.number(value))
 
@@ -239,6 +256,12 @@ class _EffectsInterpreter(fx.Interpreter):
         return Effects(reads=reads, uncapturable=f"{name} needs a device-to-host sync", bucket_scalar=is_scalar_input)
 
 
+def _number_check() -> Effects:
+    """Nothing with an effect may pass it: what follows happens only if it holds."""
+    reason = "checks a number on the host"
+    return Effects(barrier=reason, uncapturable=reason)
+
+
 def _tensors_of(n: fx.Node, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
     return [arg for arg in n.all_input_nodes if isinstance(env[arg], torch.Tensor)]
 
@@ -248,14 +271,13 @@ def _like(traced: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
 
 
-def _agree(value: torch.Tensor, traced: torch.Tensor) -> bool:
+def _agree(graph: TracedGraph, value: torch.Tensor, traced: torch.Tensor) -> bool:
     """The trace's symbolic layout is, for the sizes of the trace, the layout that the run gave."""
-    symbols = (*traced.shape, *traced.stride(), traced.storage_offset())
+    layout = (*traced.shape, *traced.stride(), traced.storage_offset())
     if value.dtype != traced.dtype or value.dim() != traced.dim():
         return False
-    if any(_is_unbacked(size) for size in symbols):
-        return False
-    return [hint_of(size) for size in symbols] == [*value.shape, *value.stride(), value.storage_offset()]
+    sizes = graph.traced_sizes
+    return [value_of(size, sizes) for size in layout] == [*value.shape, *value.stride(), value.storage_offset()]
 
 
 def _is_data_dependent(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:
@@ -266,12 +288,3 @@ def _is_data_dependent(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> b
     if isinstance(traced, _SYMBOLIC):
         return any(isinstance(env[arg], torch.Tensor) for arg in n.all_input_nodes)
     return bool(n.meta.get("unbacked_bindings"))
-
-
-def _has_unbacked_size(result: Any) -> bool:
-    metas = (meta for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta))
-    return any(_is_unbacked(size) for meta in metas for size in meta.shape)
-
-
-def _is_unbacked(traced: Any) -> bool:
-    return isinstance(traced, torch.SymInt) and any(is_unbacked(symbol) for symbol in expr_of(traced).free_symbols)

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..graph.op_properties import is_wait
 from ..graph.partitioned import InputRole, PartitionedGraph, Slot
 from ..graph.traced import GraphInput, TensorMeta
 
@@ -28,7 +29,8 @@ def plan_workspace(graph: PartitionedGraph) -> PartitionedGraph:
     written = graph.traced.written()
     roles = {i.node: _role(graph, i, i.node in taken_by_piece, written) for i in graph.traced.inputs}
     slots = tuple(_slots(graph, roles, taken_by_piece))
-    return replace(graph, roles=roles, slots=slots, uncaptured=graph.traced.run_as_traced or _why_uncaptured(slots))
+    uncaptured = graph.traced.run_as_traced or _why_uncaptured(slots) or _why_unwaited(graph)
+    return replace(graph, roles=roles, slots=slots, uncaptured=uncaptured)
 
 
 def _role(graph: PartitionedGraph, graph_input: GraphInput, taken_by_piece: bool, written: frozenset[int]) -> InputRole:
@@ -62,6 +64,14 @@ def _slot(graph: PartitionedGraph, node: fx.Node, first: int) -> Slot:
     meta = graph.traced.effects[node].result
     assert isinstance(meta, TensorMeta), "only tensors have slots"
     return Slot(node=node, meta=meta, first=first, last=graph.last_use[node])
+
+
+def _why_unwaited(graph: PartitionedGraph) -> str | None:
+    """It waits for a collective that was started outside: what is copied in would be copied before."""
+    for node in graph.traced.effects:
+        if is_wait(node.target) and any(arg.op == "placeholder" for arg in node.all_input_nodes):
+            return f"{node.all_input_nodes[0].name} is waited for, the collective was started outside of the graph"
+    return None
 
 
 def _why_uncaptured(slots: Sequence[Slot]) -> str | None:

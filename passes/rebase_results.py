@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..compat.symbols import build_expr, expr_of, hint_of, is_unbacked
+from ..compat.symbols import build_expr, expr_of
 from ..graph.traced import Effects, TensorMeta, TracedGraph
 
 
@@ -26,7 +26,7 @@ def rebase_results(traced: TracedGraph) -> TracedGraph:
     for node in traced.compute_nodes():
         owners = list(node.all_input_nodes)
         # the largest first: the others can be viewed from it
-        for value in sorted([node, *traced.items(node)], key=lambda value: -_extent(effects[value])):
+        for value in sorted([node, *traced.items(node)], key=lambda value: -_extent(traced, effects[value])):
             if isinstance(effects[value].result, TensorMeta) and not _redirect(traced, value, owners, effects):
                 owners.append(value)
     return replace(traced, effects=effects)
@@ -79,17 +79,18 @@ def _can_be_computed(traced: TracedGraph, result: TensorMeta, start: object) -> 
     """Whether sizes of the graph's inputs tell where a result lies in its base; a row that data selects may be any."""
     assert isinstance(start, TensorMeta), "a base is a tensor"
     sizes = (*result.shape, *result.stride, result.offset, start.offset)
-    return all(expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
+    return all(map(traced.knows, sizes))
 
 
-def _extent(effects: Effects) -> int:
+def _extent(traced: TracedGraph, effects: Effects) -> int:
     """Elements that a result spans, for the sizes of the trace; none for what is no tensor."""
     meta = effects.result
     if not isinstance(meta, TensorMeta):
         return -1
-    if any(is_unbacked(symbol) for size in (*meta.shape, *meta.stride) for symbol in expr_of(size).free_symbols):
+    if not all(map(traced.knows, (*meta.shape, *meta.stride))):
         return 0
-    return 1 + sum((hint_of(size) - 1) * hint_of(step) for size, step in zip(meta.shape, meta.stride, strict=True))
+    shape, stride = map(traced.size_in_trace, meta.shape), map(traced.size_in_trace, meta.stride)
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _storage(effects: Effects) -> int | None:

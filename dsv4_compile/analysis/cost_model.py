@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from torch import fx
 
 from ..compat.dispatch import pytree
-from ..compat.symbols import hint_of
 from ..graph.op_properties import OWN_NAMESPACES
 from ..graph.traced import Provenance, TensorMeta, TracedGraph
 from ..ops.registry import find_op
@@ -56,8 +55,10 @@ def _scaled(cost: int, factor: float) -> int:
 
 def _product(traced: TracedGraph, node: fx.Node) -> int:
     """Of [m, k] by [k, n], in whatever order the op takes them: (m k) (k n) (m n) is the square of m k n."""
-    operands = sorted((_numel(meta) for arg in node.all_input_nodes for meta in _tensors(traced, arg)), reverse=True)
-    result = sum(map(_numel, _tensors(traced, node)))
+    operands = sorted(
+        (_numel(traced, meta) for arg in node.all_input_nodes for meta in _tensors(traced, arg)), reverse=True
+    )
+    result = sum(_numel(traced, meta) for meta in _tensors(traced, node))
     multiply_adds = math.isqrt(math.prod([*operands[:2], result]))
     return max(multiply_adds // MULTIPLY_ADDS, _bytes(traced, node, tuple(Provenance)) // BYTES)
 
@@ -73,12 +74,12 @@ def _bytes(traced: TracedGraph, node: fx.Node, counted: tuple[Provenance, ...]) 
             if traced.storages.get(meta.storage, Provenance.ACTIVATION) in counted
         ),
     ]
-    return sum(_numel(meta) * meta.dtype.itemsize for meta in metas)
+    return sum(_numel(traced, meta) * meta.dtype.itemsize for meta in metas)
 
 
 def _tensors(traced: TracedGraph, node: fx.Node) -> Iterator[TensorMeta]:
     return (meta for meta in pytree.tree_leaves(traced.effects[node].result) if isinstance(meta, TensorMeta))
 
 
-def _numel(meta: TensorMeta) -> int:
-    return math.prod(map(hint_of, meta.shape))
+def _numel(traced: TracedGraph, meta: TensorMeta) -> int:
+    return math.prod(map(traced.size_in_trace, meta.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ..compat.dispatch import OpOverload, OpOverloadPacket, op_name, pytree, wrapped_op
-from ..compat.symbols import expr_of
 from ..graph.op_properties import OWN_NAMESPACES, strided_name
 from ..graph.traced import Access, Provenance, TensorMeta, TracedGraph
 from ..ops.registry import Role, find_op
@@ -51,18 +50,25 @@ class GraphFacts:
 
     Attributes:
         device: where the graph works.
-        numbers: nodes that carry a data-dependent scalar.
+        numbers: nodes that carry a data-dependent scalar, and views that one chooses.
+        sized: nodes whose size depends on data, and views of them, each with the name of the former.
         strided: strided views of inputs that move; a copied in copy has no memory outside of what the input shows.
     """
 
     device: torch.device
     numbers: frozenset[fx.Node]
+    sized: Mapping[fx.Node, str]
     strided: frozenset[fx.Node]
 
 
 def graph_facts(traced: TracedGraph) -> GraphFacts:
     """Gather the facts, with one pass over the graph for each."""
-    return GraphFacts(traced.device, frozenset(_data_dependent_scalars(traced)), frozenset(_strided_views(traced)))
+    return GraphFacts(
+        device=traced.device,
+        numbers=frozenset(_data_dependent_scalars(traced)),
+        sized=_data_dependent_sizes(traced),
+        strided=frozenset(_strided_views(traced)),
+    )
 
 
 def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) -> str | None:
@@ -72,12 +78,14 @@ def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) ->
         return effects.uncapturable
     if has_unknown_size(traced, effects.result):
         return "its size depends on data"
-    sized = [arg.name for arg in node.all_input_nodes if has_unknown_size(traced, traced.effects[arg].result)]
+    sized = [facts.sized[arg] for arg in node.all_input_nodes if arg in facts.sized]
     if sized:
         return f"takes {sized[0]}, whose size depends on data"
-    baked = sorted(arg.name for arg in node.all_input_nodes if arg in facts.numbers)
+    baked = sorted((arg for arg in node.all_input_nodes if arg in facts.numbers), key=lambda arg: arg.name)
     if baked:
-        return f"takes {baked[0]}, a data-dependent scalar"
+        is_view = traced.effects[baked[0]].result is not None
+        kind = "a view that a data-dependent scalar chooses" if is_view else "a data-dependent scalar"
+        return f"takes {baked[0].name}, {kind}"
     strided = sorted(arg.name for arg in node.all_input_nodes if arg in facts.strided)
     if strided:
         return f"takes {strided[0]}, which may show memory around a non-static input"
@@ -128,24 +136,40 @@ def _strided_views(traced: TracedGraph) -> set[fx.Node]:
 
 
 def _data_dependent_scalars(traced: TracedGraph) -> set[fx.Node]:
-    """Nodes that carry a data-dependent scalar, directly or through arithmetic.
+    """Nodes that carry a data-dependent scalar, directly or through arithmetic, and views that take one.
 
+    A piece computes the views it needs itself, so it would be given the scalar.
     Host scalars of the graph's inputs are not among them: they are part of the bucket, so a graph may bake them.
     """
     found: set[fx.Node] = set()
     for node in traced.gm.graph.nodes:
         effects = traced.effects[node]
-        if node.op in ("placeholder", "get_attr", "output") or effects.result is not None:
+        if node.op in ("placeholder", "get_attr", "output") or (effects.result is not None and not effects.is_view):
             continue
-        if (effects.reads and not effects.bucket_scalar) or found & set(node.all_input_nodes):
+        reads = effects.result is None and effects.reads and not effects.bucket_scalar
+        if reads or found & set(node.all_input_nodes):
             found.add(node)
     return found
 
 
+def _data_dependent_sizes(traced: TracedGraph) -> dict[fx.Node, str]:
+    """Nodes whose size depends on data, and views of them: a piece that takes the view would be given the base."""
+    found: dict[fx.Node, str] = {}
+    for node in traced.gm.graph.nodes:
+        effects = traced.effects[node]
+        if has_unknown_size(traced, effects.result):
+            found[node] = node.name
+        elif effects.is_view and node.op not in ("placeholder", "output"):
+            base = next((arg for arg in node.all_input_nodes if arg in found), None)
+            if base is not None:
+                found[node] = found[base]
+    return found
+
+
 def has_unknown_size(traced: TracedGraph, result: Any) -> bool:
-    """Whether the shape of a result, or of an item of it, depends on more than the sizes of the graph's inputs."""
-    sizes = (size for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta) for size in meta.shape)
-    return any(not expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
+    """Whether the layout of a result, or of an item of it, depends on more than the sizes of the graph's inputs."""
+    metas = (meta for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta))
+    return not all(traced.knows(size) for meta in metas for size in (*meta.shape, *meta.stride))
 
 
 def _why_elsewhere(traced: TracedGraph, node: fx.Node, device: torch.device) -> str | None:

@@ -19,8 +19,11 @@ from ..graph.op_properties import (
     UNDECLARED_VIEWS,
     aten_name,
     bind_arguments,
+    checks_data,
     cudagraph_unsafe_reason,
     is_allocation,
+    is_collective,
+    is_wait,
     undeclared_writes,
 )
 from ..graph.source_lines import where
@@ -113,7 +116,7 @@ class EffectsRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = {self.storages.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **kwargs)
+        result = args[0] if is_wait(func) else func(*args, **kwargs)  # its fake makes a new tensor
         node_effects = self._node_effects
         assert node_effects is not None, "the mode is only entered by node()"
         if isinstance(func, OpOverload):
@@ -139,6 +142,10 @@ class EffectsRecorder(TorchDispatchMode):
                 node_effects.accesses.append(access)
         if torch.Tag.nondeterministic_seeded in func.tags:
             node_effects.random = True
+        if checks_data(name):
+            self._record_data_check(node_effects, name, bound)
+        if is_collective(func):
+            self._record_collective(node_effects, bound)
         if reason := cudagraph_unsafe_reason(func, bound):
             node_effects.uncapturable = node_effects.uncapturable or f"{name} {reason}"
         node_effects.barrier = node_effects.barrier or _why_barrier(func, name, registered)
@@ -146,6 +153,20 @@ class EffectsRecorder(TorchDispatchMode):
             self._check_aliasing(node_effects.node, func, bound, result)
             if _host_effect(func) and not (registered and registered.role == "capture"):
                 node_effects.uncapturable = node_effects.uncapturable or _HOST_EFFECT
+
+    def _record_data_check(self, node_effects: NodeEffects, name: str, bound: Mapping[str, Any]) -> None:
+        """What follows a check in the program happens only if it holds, so nothing passes it."""
+        node_effects.barrier = node_effects.barrier or f"{name} checks data"
+        if any(not tensor.is_cpu for tensor in _tensors(bound)):
+            # a kernel that fails inside of a graph leaves the process without its device
+            node_effects.uncapturable = node_effects.uncapturable or f"{name} checks data, which is safer outside"
+
+    def _record_collective(self, node_effects: NodeEffects, bound: Mapping[str, Any]) -> None:
+        """The other processes do the same at the same time, so it keeps its place in the program."""
+        is_host = all(tensor.is_cpu for tensor in _tensors(bound))
+        reason = "a collective runs on the host here" if is_host else "a collective runs outside of graphs here"
+        node_effects.barrier = node_effects.barrier or reason
+        node_effects.uncapturable = node_effects.uncapturable or reason
 
     def record_role(self, node_effects: NodeEffects, func: Any, bound: Mapping[str, Any]) -> RegisteredOp | None:
         """Note a call of an op and what it is registered as."""
@@ -188,7 +209,7 @@ class EffectsRecorder(TorchDispatchMode):
         for declared, value in zip(func._schema.returns, returned, strict=False):
             for tensor in _tensors(value):
                 argument = taken.get(self.storages.number(tensor))
-                if argument is not None and declared.alias_info is None:
+                if argument is not None and declared.alias_info is None and not is_wait(func):
                     raise AliasingOpError(
                         f"op {op_name(func)} returns memory of its argument {argument!r}, but its schema promises a "
                         f"fresh tensor ({where(node)}): return nothing, return a clone, or declare the alias"

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..compat.dispatch import pytree
 from ..compat.symbols import expr_of
-from ..graph.op_properties import strided_name
+from ..graph.op_properties import checks_data, strided_name
 from ..graph.partitioned import Unit
 from ..graph.traced import TensorMeta, TracedGraph
 from .eager_reasons import custom_ops, is_body
@@ -21,6 +21,8 @@ def why_opaque(traced: TracedGraph, node: fx.Node) -> str | None:
     custom = custom_ops(traced, node)
     if custom:
         return f"calls {custom[0].removesuffix('.default')}"
+    if any(map(checks_data, traced.effects[node].ops)):
+        return "checks data"  # a compiler may leave out what gives no result
     if traced.effects[node].random:
         return "draws random numbers"
     bodies = [arg.name for arg in node.all_input_nodes if is_body(traced, arg)]

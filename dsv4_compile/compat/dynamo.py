@@ -6,7 +6,7 @@ Nothing here may import Dynamo at module level: `dsv4_compile` is imported befor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 if TYPE_CHECKING:
     pass
-from .symbols import hint_of
+from .symbols import value_of
 
 # Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -116,16 +116,33 @@ def symbolic_fake_inputs(example_inputs: Sequence[Any], gm: fx.GraphModule) -> t
     return mode, tuple(fakes)
 
 
-def concrete_fake_inputs(example_inputs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A fake mode without symbols, and one fake or int per graph input, with the sizes of the trace."""
+def concrete_fake_inputs(example_inputs: Sequence[Any], sizes: Mapping[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A fake mode without symbols, and one fake or int per graph input, with these sizes for its size symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [
-        mode.from_tensor(example, static_shapes=True) if isinstance(example, torch.Tensor) else hint_of(example)
+        mode.from_tensor(example, static_shapes=True) if isinstance(example, torch.Tensor) else value_of(example, sizes)
         for example in example_inputs
     ]
     return mode, tuple(fakes)
+
+
+def resized_fake_inputs(values: Sequence[Any], sizes: Mapping[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A fake mode without symbols, and one fake or int per graph input, with other sizes than those of the trace."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value_of(value, sizes)
+        shape: list[Any] = [value_of(size, sizes) for size in value.shape]
+        stride: list[Any] = [value_of(size, sizes) for size in value.stride()]
+        with mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    return mode, tuple(map(resized, values))
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

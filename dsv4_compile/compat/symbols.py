@@ -16,22 +16,49 @@ if TYPE_CHECKING:
 
 
 def expr_of(size: Any) -> sympy.Expr:
-    """The sympy expression of an int or a SymInt."""
-    if isinstance(size, torch.SymInt):
-        return size.node.expr
-    import sympy
+    """The sympy expression of an int or a SymInt.
 
-    return sympy.Integer(size)
+    The trace writes one symbol for another once it knows them to be equal. It knows so of an unbacked one from an
+    assertion, which has yet to hold: until it does, the symbol stands for itself.
+    """
+    if not isinstance(size, torch.SymInt):
+        import sympy
+
+        return sympy.Integer(size)
+    expr, own = size.node.expr, size.node._expr
+    if expr is own or not any(map(is_unbacked, own.free_symbols)):
+        return expr
+    backed = {s: size.node.shape_env.replace(s) for s in own.free_symbols if not is_unbacked(s)}
+    return own.xreplace(backed)
 
 
 def size_text(size: Any) -> str:
     """The expression of an int or a SymInt as text; most are ints, of which sympy takes its time to make a text."""
-    return str(size.node.expr if isinstance(size, torch.SymInt) else size)
+    return str(expr_of(size) if isinstance(size, torch.SymInt) else size)
 
 
-def hint_of(size: Any) -> int:
-    """The value an int or a SymInt had when the graph was traced."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+def traced_value(size: Any) -> int | None:
+    """The value an int or a SymInt had when the graph was traced; None for an unbacked one, whose value is unknown."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return None if size.node.hint is None else int(size.node.hint)
+
+
+def plausible_value(size: torch.SymInt) -> int:
+    """A value that the trace allows for a size of which it knows no more; not 0 or 1, which may stand for something."""
+    bounds = size.node.shape_env.bound_sympy(expr_of(size))
+    least = max(2, int(bounds.lower)) if bounds.lower.is_Integer else 2
+    return min(least, int(bounds.upper)) if bounds.upper.is_Integer else least
+
+
+def value_of(size: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:
+    """What an int or a SymInt comes to, given what its symbols are; None if it has others."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    value = expr_of(size).xreplace(values)
+    if value.is_number:
+        return int(value)
+    return None if any(map(is_unbacked, value.free_symbols)) else traced_value(size)
 
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:

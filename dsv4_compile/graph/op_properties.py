@@ -15,6 +15,10 @@ from ..compat.dispatch import OpOverload, pytree
 OWN_NAMESPACES = frozenset(["aten", "prim", "prims", "profiler"])
 # Ops that allocate and leave the filling to somebody else.
 ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
+# Where torch keeps its collectives, in which several processes take part.
+_COLLECTIVES = frozenset(
+    ["c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"]
+)
 # aten's own undeclared views: they may only be used where the input is not seen again
 UNDECLARED_VIEWS = frozenset(["_unsafe_view", "_reshape_alias"])
 # aten's own undeclared writes, to running statistics; where there is an argument `training`, only if it is True
@@ -29,6 +33,10 @@ _KEEP_STATISTICS = frozenset(
     ]
 )
 _STATISTICS = frozenset(["running_mean", "running_var"])
+# Raise where a number on the host is not as it should be, and return nothing.
+_NUMBER_CHECKS = frozenset(["_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"])
+# Raise where data is not; their kernels see to that, on a GPU long after the call.
+_DATA_CHECKS = frozenset(["_assert_async", "_functional_assert_async"])
 _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"])
 
 
@@ -52,8 +60,20 @@ def _argument_names(func: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
+def is_collective(func: Any) -> bool:
+    """An op in which the processes of a group take part, all of them in the same order."""
+    return isinstance(func, OpOverload) and func.namespace in _COLLECTIVES
+
+
+def is_wait(func: Any) -> bool:
+    """`wait_tensor`: it returns its very argument, whose data is there from then on; the schema says neither."""
+    return is_collective(func) and str(func._opname) in ("wait_tensor", "_wrap_tensor_autograd")
+
+
 def undeclared_writes(func: OpOverload, bound: Mapping[str, Any]) -> frozenset[str]:
-    """Arguments that an op writes although its schema does not say so; torch's batch norms are the only ones known."""
+    """Arguments that an op writes although its schema does not say so: torch's batch norms, and waits."""
+    if is_wait(func):
+        return frozenset(_argument_names(func))
     keeps = aten_name(func) in _KEEP_STATISTICS and bound.get("training", True)
     return _STATISTICS if keeps else frozenset()
 
@@ -82,14 +102,30 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dtype in masks for leaf in pytree.tree_leaves(indices))
 
 
+def is_number_check(node: fx.Node) -> bool:
+    """`torch._check` and its kin, which raise where a number on the host is not as it should be."""
+    name = "" if node.op == "call_method" else own_name(node)
+    return name in _NUMBER_CHECKS or (name.startswith("_check") and not isinstance(node.target, OpOverload))
+
+
+def checks_data(op: str) -> bool:
+    """Whether "ns::op.overload" raises where the data of a tensor is not as it should be."""
+    namespace, _, rest = op.partition("::")
+    return namespace == "aten" and rest.partition(".")[0] in _DATA_CHECKS
+
+
 def strided_name(node: fx.Node) -> str:
     """ "as_strided" or a sibling of that name, if a node calls torch's own; the empty text otherwise."""
+    name = own_name(node)
+    return name if "as_strided" in name else ""
+
+
+def own_name(node: fx.Node) -> str:
+    """The bare name of what a node calls, if it is torch's own: "linear", "as_strided"; the empty text otherwise."""
     target = node.target
     if node.op == "call_method":
-        name = str(target)
-    elif isinstance(target, OpOverload):
-        name = aten_name(target)
-    else:
-        module = getattr(target, "__module__", None) or "torch"  # builtins of torch name none
-        name = str(getattr(target, "__name__", "")) if module.partition(".")[0] == "torch" else ""
-    return name if "as_strided" in name else ""
+        return str(target)
+    if isinstance(target, OpOverload):
+        return aten_name(target)
+    module = getattr(target, "__module__", None) or "torch"  # builtins of torch name none
+    return str(getattr(target, "__name__", "")) if module.partition(".")[0] == "torch" else ""

@@ -16,8 +16,10 @@ import sympy
 import torch
 from torch import fx
 
+from ..compat.symbols import expr_of, value_of
 from ..ops.registry import RegisteredOp
 
+SizeValues = Mapping[sympy.Symbol, sympy.Integer]
 Value = Any  # a fake tensor, a SymInt, an int, a float, None, or a tuple or list of them
 
 
@@ -164,7 +166,12 @@ class TracedGraph:
         inputs: its placeholders in order. Their provenance is that of `storages` once effects are inferred.
         ops: roles of ops by name, with the `split_ops` of the options put in.
         symbols: the placeholder that carries each size symbol.
+        traced_sizes: the value that each of them had in the trace. A size that was marked as unbacked has none there;
+            it is taken from the example inputs.
         device: where the graph works: that of its first tensor input that is not on the CPU, else the CPU.
+        size_checks: raises where the sizes of a call, given in the order of `symbols`, are not what the graph checks
+            them to be; None without checks.
+        ones: sets of unbacked sizes that may be 1 together: the effects are then the same.
         leaves_grad: the grad mode the function leaves behind, if it differs from the one it was called in.
         run_as_traced: why every call runs `original`, and nothing of this graph is captured; None if it need not.
         effects: by node.
@@ -174,10 +181,12 @@ class TracedGraph:
 
     | set by | fields |
     |---|---|
-    | `trace_graph` | gm, original, inputs, ops, symbols, device |
+    | `trace_graph` | gm, original, inputs, ops, symbols, traced_sizes, device |
     | `scope_modes` | leaves_grad |
+    | `lift_size_checks` | size_checks |
     | `infer_effects` | effects, storages; `relate_offsets` and `rebase_results` add those of the nodes they make |
     | `settle_rebindings` | run_as_traced |
+    | `try_ones` | ones |
     | `choose_regions` | eager |
     """
 
@@ -186,7 +195,10 @@ class TracedGraph:
     inputs: tuple[GraphInput, ...]
     ops: Mapping[str, RegisteredOp]
     symbols: Mapping[sympy.Symbol, fx.Node]
+    traced_sizes: SizeValues
     device: torch.device
+    size_checks: fx.GraphModule | None = None
+    ones: frozenset[frozenset[sympy.Symbol]] = frozenset()
     leaves_grad: bool | None = None
     run_as_traced: str | None = None
     effects: Mapping[fx.Node, Effects] = field(default_factory=dict)
@@ -199,6 +211,16 @@ class TracedGraph:
         traced = {graph_input.node: graph_input.scalar for graph_input in self.inputs}
         nodes = (node for node, effects in self.effects.items() if effects.bucket_scalar)
         return {node: value for node in nodes if (value := traced[node.all_input_nodes[0]]) is not None}
+
+    def knows(self, size: Any) -> bool:
+        """Whether an int or a SymInt follows from the sizes of the inputs, and does not depend on data."""
+        return not isinstance(size, torch.SymInt) or expr_of(size).free_symbols <= self.symbols.keys()
+
+    def size_in_trace(self, size: Any) -> int:
+        """What a known size was in the trace."""
+        value = value_of(size, self.traced_sizes)
+        assert value is not None, f"{size} depends on data"
+        return value
 
     def producer(self, node: fx.Node) -> fx.Node:
         """The node that computes a value: itself, or the one whose container it was taken out of, at any depth."""

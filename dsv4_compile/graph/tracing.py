@@ -25,7 +25,7 @@ from ..compat.dynamo import (
     module_of,
     source_of,
 )
-from ..compat.symbols import expr_of
+from ..compat.symbols import expr_of, plausible_value, traced_value
 from ..errors import TrainingError, UnsupportedInputError
 from ..ops.registry import RegisteredOp
 from .traced import GraphInput, Provenance, TracedGraph
@@ -64,6 +64,7 @@ def trace_graph(
         inputs=inputs,
         ops=ops,
         symbols=_symbol_inputs(inputs),
+        traced_sizes=_traced_sizes(inputs, example_inputs),
         device=_device(inputs),
         notes=notes,
     )
@@ -131,6 +132,27 @@ def _symbol_inputs(inputs: Sequence[GraphInput]) -> dict[sympy.Symbol, fx.Node]:
         if isinstance(graph_input.value, torch.SymInt) and (expr := expr_of(graph_input.value)).is_Symbol:
             symbols.setdefault(expr, graph_input.node)
     return symbols
+
+
+def _traced_sizes(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> dict[sympy.Symbol, sympy.Integer]:
+    """What each size symbol was in the trace."""
+    measured: dict[sympy.Symbol, int] = {}
+    for graph_input, example in zip(inputs, example_inputs, strict=True):
+        if isinstance(example, torch.Tensor):
+            pairs = zip(
+                (*graph_input.value.shape, *graph_input.value.stride()),
+                (*example.shape, *example.stride()),
+                strict=True,
+            )
+            measured |= {expr_of(size): value for size, value in pairs if isinstance(size, torch.SymInt)}
+    found: dict[sympy.Symbol, sympy.Integer] = {}
+    for symbol, node in _symbol_inputs(inputs).items():
+        size = node.meta["example_value"]
+        value = traced_value(size)
+        if value is None:
+            value = measured.get(symbol) or plausible_value(size)
+        found[symbol] = sympy.Integer(value)
+    return found
 
 
 def _refuse_training(node: fx.Node, example: Any) -> None:

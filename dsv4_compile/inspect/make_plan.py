@@ -11,7 +11,7 @@ from ..analysis.eager_reasons import ops_of
 from ..analysis.sizes import Sizes
 from ..analysis.slot_placement import aligned, extent_bytes, place_slots
 from ..compat.dispatch import OpOverload, op_name
-from ..compat.symbols import hint_of, size_text
+from ..compat.symbols import size_text
 from ..config import Config, runner_reason
 from ..graph.partitioned import PartitionedGraph, Subgraph, Unit
 from ..graph.source_lines import where
@@ -36,9 +36,7 @@ def make_plan(graph: PartitionedGraph, config: Config) -> Plan:
         inputs=tuple(
             _value(graph, i.node, by_node) for i in graph.traced.inputs if i.provenance is not Provenance.SIZE
         ),
-        traced_sizes=tuple(
-            (str(symbol), hint_of(node.meta["example_value"])) for symbol, node in graph.traced.symbols.items()
-        ),
+        traced_sizes=tuple((str(symbol), int(size)) for symbol, size in graph.traced.traced_sizes.items()),
         workspace=_workspace(graph),
         notes=(*graph.notes, *_uncalled(graph, config), *_uncaptured(graph)),
     )
@@ -140,7 +138,7 @@ def layout(result: Any) -> str:
 
 
 def _workspace(graph: PartitionedGraph) -> PlanWorkspace:
-    sizes = Sizes({symbol: hint_of(node.meta["example_value"]) for symbol, node in graph.traced.symbols.items()})
+    sizes = Sizes(graph.traced.traced_sizes)
     placement = place_slots(graph.slots, sizes)
     names = {-1: "start", **{index: unit.name for index, unit in enumerate(graph.units)}, len(graph.units): "end"}
     slots = tuple(

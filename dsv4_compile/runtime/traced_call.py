@@ -8,6 +8,8 @@ graph runs as Dynamo handed it over: in program order, nothing moved, shared, co
 |---|---|
 | inputs, one of them written, overlap where they did in the trace and nowhere else | `Aliasing` |
 | nothing gives a tensor other memory in place; then there is no other way to run the graph | `run_as_traced` |
+| sizes are what the graph checks them to be (Dynamo does not guard unbacked ones) | `size_checks` |
+| unbacked sizes are not 0, nor 1 where that makes other views (Dynamo gives backed ones another graph) | `ones` |
 | weights have the strides of the trace (Dynamo of torch 2.11 does not guard them) | `_other_strides` |
 """
 
@@ -17,8 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..compat.dynamo import GUARDS_STRIDES
+from ..compat.symbols import is_unbacked
 from ..counting import counters
 from ..graph.traced import TracedGraph
 from ..log import log
@@ -41,17 +45,38 @@ class TracedCall:
         self._aliasing = Aliasing(traced, example_inputs)
         weights = [] if GUARDS_STRIDES else [index for index, i in enumerate(traced.inputs) if i.owned]
         self._strides = {index: example_inputs[index].stride() for index in weights}
+        positions = {graph_input.node: position for position, graph_input in enumerate(traced.inputs)}
+        self._sizes = [positions[node] for node in traced.symbols.values()]
+        self._unbacked = {s: positions[node] for s, node in traced.symbols.items() if is_unbacked(s)}
         self._warned = {traced.run_as_traced}  # that was said when it was compiled
 
     def why_needed(self, args: Sequence[Any]) -> str | None:
         """Which assumption of the plan a call breaks, or None."""
         if self._traced.run_as_traced is not None:
             return self._traced.run_as_traced
+        if self._fails_size_check(args):
+            return "sizes are not what the graph checks them to be"
+        if self._has_special_size(args):
+            return "a size that was marked as unbacked is 0 or 1, and the graph does something else to memory then"
         if self._aliasing.differs(args):
             return "inputs share memory in another way than when the graph was traced, and one of them is written"
         if any(args[index].stride() != stride for index, stride in self._strides.items()):
             return "a weight has other strides than when the graph was traced"
         return None
+
+    def _fails_size_check(self, args: Sequence[Any]) -> bool:
+        checks = self._traced.size_checks
+        if checks is None:
+            return False
+        try:
+            fx.Interpreter(checks).run(*[args[position] for position in self._sizes])
+        except Exception:  # the traced graph will raise it, once it has come as far
+            return True
+        return False
+
+    def _has_special_size(self, args: Sequence[Any]) -> bool:
+        small = {symbol: args[position] for symbol, position in self._unbacked.items() if args[position] < 2}
+        return bool(small) and (0 in small.values() or frozenset(small) not in self._traced.ones)
 
     def run(self, args: Sequence[Any], reason: str) -> Any:
         """Serve a call; counted, and said once for each reason."""

@@ -150,6 +150,7 @@ class _EffectsInterpreter(fx.Interpreter):
         self._traced = traced
         self.effects: dict[fx.Node, Effects] = {}
         self.constants: set[int] = set()
+        self._first_with: dict[int, fx.Node] = {}  # values stay alive, so no identity is used twice
         self._fake_inputs = fake_inputs
         self._has_composites = any(map(has_composite_kernel, traced.ops))
         self._scalar_inputs = {
@@ -183,7 +184,8 @@ class _EffectsInterpreter(fx.Interpreter):
         result = self._describe(value, traced)
         if n.op == "get_attr" and isinstance(result, TensorMeta):
             self.constants.add(result.storage)
-        self.effects[n] = replace(effects, result=result)
+        first = self._first_with.setdefault(id(value), n) if isinstance(value, torch.Tensor) else n
+        self.effects[n] = replace(effects, result=result, same_as=None if first is n else first)
         return value
 
     def _run_op(self, n: fx.Node, traced: Any) -> tuple[Any, Effects]:
@@ -238,7 +240,8 @@ class _EffectsInterpreter(fx.Interpreter):
         if shown is not value and not _agree(self._traced, value, shown):
             raise NeedsSymbolsError
         layout = tuple(shown.shape), tuple(shown.stride()), shown.storage_offset()
-        return TensorMeta(*layout, value.dtype, value.device, self.recorder.storages.number(value))
+        storage = self.recorder.storages.number(value)
+        return TensorMeta(*layout, value.dtype, value.device, storage, conj=value.is_conj(), neg=value.is_neg())
 
     def _opaque(self, n: fx.Node) -> Effects:
         """The effects of a higher-order op that cannot be looked into: it may do anything to what it takes."""

@@ -16,20 +16,26 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..analysis.eager_reasons import inputs_shown_around
 from ..graph.op_properties import is_wait
 from ..graph.partitioned import InputRole, PartitionedGraph, Slot
-from ..graph.traced import GraphInput, TensorMeta
+from ..graph.traced import GraphInput, TensorMeta, TracedGraph
 
 START = -1  # before the first unit
 
 
 def plan_workspace(graph: PartitionedGraph) -> PartitionedGraph:
-    """Fill in `roles` and `slots`, and `uncaptured` where a value that crosses shares memory with another."""
+    """Fill in `roles` and `slots`, and `uncaptured` where a value could not live in a slot."""
     taken_by_piece = {node for unit in graph.units if unit.kind == "piece" for node in unit.inputs}
     written = graph.traced.written()
     roles = {i.node: _role(graph, i, i.node in taken_by_piece, written) for i in graph.traced.inputs}
     slots = tuple(_slots(graph, roles, taken_by_piece))
-    uncaptured = graph.traced.run_as_traced or _why_uncaptured(slots) or _why_unwaited(graph)
+    uncaptured = (
+        graph.traced.run_as_traced
+        or _why_uncaptured(slots)
+        or _why_unwaited(graph)
+        or _why_not_moved(graph.traced, written)
+    )
     return replace(graph, roles=roles, slots=slots, uncaptured=uncaptured)
 
 
@@ -82,3 +88,12 @@ def _why_uncaptured(slots: Sequence[Slot]) -> str | None:
         if other != slot.node.name and slot.first >= 0:
             return f"{slot.node.name} shares memory with {other}, and both cross between pieces"
     return None
+
+
+def _why_not_moved(traced: TracedGraph, written: frozenset[int]) -> str | None:
+    """What the graph does cannot be done with a copy of a tensor, in another storage."""
+    for node in inputs_shown_around(traced):
+        if traced.storage_of(node) in written:
+            return f"{node.name} is written, moves, and is viewed by places in its storage"
+    asking = [node for node in traced.gm.graph.nodes if "untyped_storage" in getattr(node.target, "__name__", "")]
+    return f"{asking[0].name} asks for the size of a storage" if asking else None

@@ -16,8 +16,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from ..compat.dispatch import negated_view
 from ..compat.symbols import build_expr, expr_of
 from ..graph.traced import Effects, TensorMeta, TracedGraph
+
+_LAZY = (torch.conj, negated_view)  # what sets, or takes back, the bits of TensorMeta
 
 
 def rebase_results(traced: TracedGraph) -> TracedGraph:
@@ -37,9 +40,11 @@ def _redirect(traced: TracedGraph, value: fx.Node, owners: Sequence[fx.Node], ef
     result = effects[value].result
     assert isinstance(result, TensorMeta), "only tensors share memory"
     sharing = [owner for owner in owners if _storage(effects[owner]) == result.storage]
-    same = next((owner for owner in sharing if effects[owner].result == result), None)
-    if same is not None:
-        value.replace_all_uses_with(same)
+    alike = [owner for owner in sharing if effects[owner].result == result]
+    if alike:
+        same = next((owner for owner in alike if _is_object(effects, value, owner)), None)
+        if value.users:
+            value.replace_all_uses_with(same or _alias_of(traced, alike[0], value, effects))
         return True
     base = next((owner for owner in sharing if _dtype(effects[owner]) == result.dtype), None)
     if base is None or not _can_be_computed(traced, result, effects[base].result):
@@ -48,6 +53,20 @@ def _redirect(traced: TracedGraph, value: fx.Node, owners: Sequence[fx.Node], ef
         view = _view_of(traced, base, value, result, effects)
         value.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
     return True
+
+
+def _is_object(effects: dict[fx.Node, Effects], value: fx.Node, owner: fx.Node) -> bool:
+    """Whether a result is the very tensor object that another node gave, and not a second one with its memory."""
+    return (effects[value].same_as or value) is (effects[owner].same_as or owner)
+
+
+def _alias_of(traced: TracedGraph, base: fx.Node, value: fx.Node, effects: dict[fx.Node, Effects]) -> fx.Node:
+    """A tensor object of its own, as the caller gets in eager."""
+    with traced.gm.graph.inserting_after(value):
+        alias = traced.gm.graph.call_function(torch.ops.aten.alias.default, (base,))
+    effects[alias] = Effects(result=effects[value].result)
+    alias.meta.update(value.meta)
+    return alias
 
 
 def _view_of(
@@ -69,9 +88,20 @@ def _view_of(
             own = graph.call_method("storage_offset", (base,))
             offset = graph.call_function(operator.add, (own, offset))
         view.args = (base, shape, stride) if offset == 0 else (base, shape, stride, offset)
-    effects.update({node: Effects() for node in graph.nodes if node not in known})
-    effects[view] = Effects(result=result)
+    view = _with_bits(graph, view, start, result)
+    tensors = (torch.as_strided, *_LAZY)
+    made = [node for node in graph.nodes if node not in known]
+    effects.update({node: Effects(result=result if node.target in tensors else None) for node in made})
     view.meta.update(value.meta)
+    return view
+
+
+def _with_bits(graph: fx.Graph, view: fx.Node, start: TensorMeta, result: TensorMeta) -> fx.Node:
+    """A strided view has the lazy bits of its base; give it those of the result."""
+    for target, is_other in zip(_LAZY, (start.conj != result.conj, start.neg != result.neg), strict=True):
+        if is_other:
+            with graph.inserting_after(view):
+                view = graph.call_function(target, (view,))
     return view
 
 

@@ -120,11 +120,7 @@ def step_state_name(traced: TracedGraph, access: Access) -> str:
 
 
 def _strided_views(traced: TracedGraph) -> set[fx.Node]:
-    non_static = {
-        result.storage
-        for graph_input in traced.inputs
-        if not graph_input.static and isinstance(result := traced.effects[graph_input.node].result, TensorMeta)
-    }
+    non_static = _non_static_storages(traced)
     found: set[fx.Node] = set()
     for node in traced.gm.graph.nodes:
         effects = traced.effects[node]
@@ -133,6 +129,23 @@ def _strided_views(traced: TracedGraph) -> set[fx.Node]:
         if effects.result.storage in non_static and (strided_name(node) or found & set(node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def _non_static_storages(traced: TracedGraph) -> set[int]:
+    nodes = (graph_input.node for graph_input in traced.inputs if not graph_input.static)
+    return {storage for node in nodes if (storage := traced.storage_of(node)) is not None}
+
+
+def inputs_shown_around(traced: TracedGraph) -> frozenset[fx.Node]:
+    """Non-static inputs, of whose storage the graph takes strided views: who takes these needs the caller's tensor.
+
+    A copied in copy has no memory outside of what the input shows, and lies at another offset.
+    """
+    shown = {
+        traced.storage_of(arg) for node in traced.gm.graph.nodes if strided_name(node) for arg in node.all_input_nodes
+    }
+    shown &= _non_static_storages(traced)
+    return frozenset(i.node for i in traced.inputs if traced.storage_of(i.node) in shown)
 
 
 def _data_dependent_scalars(traced: TracedGraph) -> set[fx.Node]:

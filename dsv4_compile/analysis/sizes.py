@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from ..compat.dispatch import with_lazy_bits, with_lazy_bits_of
 from ..compat.symbols import expr_of
 from ..graph.traced import TensorMeta
 
@@ -47,14 +48,16 @@ class Sizes:
         known = self._meta_tensors.get(id(meta))
         if known is None:
             shape, stride = self.all_of(meta.shape), self.all_of(meta.stride)
-            known = meta, torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+            plain = torch.empty_strided(shape, stride, dtype=meta.dtype, device="meta")
+            known = meta, with_lazy_bits(plain, conj=meta.conj, neg=meta.neg)
             self._meta_tensors[id(meta)] = known
         return known[1]
 
     def allocate(self, meta: TensorMeta) -> Tensor:
         """Uninitialised memory of this layout."""
         layout = self.meta_tensor(meta)
-        return torch.empty_strided(layout.size(), layout.stride(), dtype=meta.dtype, device=meta.device)
+        made = torch.empty_strided(layout.size(), layout.stride(), dtype=meta.dtype, device=meta.device)
+        return with_lazy_bits_of(layout, made)
 
 
 def bytes_needed(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:

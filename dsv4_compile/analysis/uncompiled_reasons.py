@@ -32,7 +32,7 @@ def why_opaque(traced: TracedGraph, node: fx.Node) -> str | None:
 def why_uncompiled(traced: TracedGraph, unit: Unit) -> str | None:
     """The subgraph runs as it is: no compiler would make of it what it does."""
     opaque = next(filter(None, (why_opaque(traced, node) for node in unit.body)), None)
-    checks = (_why_unused, _why_lazy_input, _why_inputs_alias, _why_internal_overlap, _why_reads_around)
+    checks = (_why_unused, _why_lazy_value, _why_inputs_alias, _why_internal_overlap, _why_reads_around)
     return opaque or next(filter(None, (check(traced, unit) for check in checks)), None)
 
 
@@ -43,12 +43,13 @@ def _why_unused(traced: TracedGraph, unit: Unit) -> str | None:
     return None if is_used else "nothing uses its results"
 
 
-def _why_lazy_input(traced: TracedGraph, unit: Unit) -> str | None:
-    """An input is conjugated or negated only when it is read, of which fake inputs show nothing."""
-    for graph_input in traced.inputs:
-        value = graph_input.value
-        if graph_input.node in unit.inputs and isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-            return f"{graph_input.name} is conjugated or negated when it is read"
+def _why_lazy_value(traced: TracedGraph, unit: Unit) -> str | None:
+    """What it takes or gives is conjugated or negated only when it is read, of which compiled code knows nothing."""
+    names = {graph_input.node: graph_input.name for graph_input in traced.inputs}
+    for node in (*unit.inputs, *unit.outputs):
+        meta = traced.effects[node].result
+        if isinstance(meta, TensorMeta) and (meta.conj or meta.neg):
+            return f"{names.get(node, node.name)} is conjugated or negated when it is read"
     return None
 
 

@@ -132,5 +132,14 @@ def call_composite_kernel(func: OpOverload, args: Any, kwargs: Any) -> Any:
 
 def with_lazy_bits_of(tensor: Tensor, alias: Tensor) -> Tensor:
     """`alias`, conjugated and negated lazily if `tensor` is."""
-    alias = alias.conj() if tensor.is_conj() else alias
-    return torch._neg_view(alias) if tensor.is_neg() else alias
+    return with_lazy_bits(alias, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+def with_lazy_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """A tensor, conjugated and negated lazily."""
+    tensor = tensor.conj() if conj else tensor
+    return negated_view(tensor) if neg else tensor
+
+
+# Negates lazily, as the imaginary part of what is conjugated lazily does.
+negated_view = torch._neg_view

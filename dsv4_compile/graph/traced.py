@@ -83,7 +83,10 @@ class FakeInputs:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape, strides, offset, dtype and device of a value as it was when its node ran, and its storage's number."""
+    """Layout of a value as it was when its node ran, its storage's number, and its lazy bits.
+
+    Memory of a tensor with such a bit holds what it did before; whoever reads it conjugates or negates.
+    """
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -91,6 +94,8 @@ class TensorMeta:
     dtype: torch.dtype
     device: torch.device
     storage: int
+    conj: bool = False
+    neg: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,8 @@ class Effects:
         uncapturable: why it cannot be captured, as far as its own ops tell, or None.
         bucket_scalar: it reads a host scalar among the graph's inputs, which nobody writes: part of the bucket.
         result: `TensorMeta` of its result, a tuple of them for a container, None for no tensor.
+        same_as: the first node whose value is the very tensor object that this one returns, if there is another; a
+            second tensor with the same memory is not that object.
     """
 
     accesses: tuple[Access, ...] = ()
@@ -142,6 +149,7 @@ class Effects:
     uncapturable: str | None = None
     bucket_scalar: bool = False
     result: TensorMeta | tuple[Any, ...] | None = None
+    same_as: fx.Node | None = None
 
     @property
     def is_view(self) -> bool:

@@ -17,8 +17,9 @@ UnitKey = tuple[Hashable, ...]
 def unit_key(traced: TracedGraph, unit: Unit, scalars: Mapping[fx.Node, float]) -> UnitKey:
     """Equal for two units only if the same code may run for both.
 
-    Nodes by number, targets, constants, the layout of every input (shape, strides, dtype, device), and which inputs
-    share a storage, at which distance. Offsets into a storage alone mean nothing: code counts from the base of a view.
+    Nodes by number, targets, constants, the layout of every input (shape, strides, dtype, device, lazy bits), and which
+    inputs share a storage, at which distance. Offsets into a storage alone mean nothing: code counts from the base of a
+    view.
 
     Args:
         traced: the graph.
@@ -48,7 +49,7 @@ def _input_key(traced: TracedGraph, node: fx.Node, scalars: Mapping[fx.Node, flo
     if not isinstance(meta, TensorMeta):
         return (node.name,)  # sizes are the same only if they are the same symbol
     layouts = (meta.shape, meta.stride)
-    return (*(tuple(map(size_text, subgraph)) for subgraph in layouts), meta.dtype, meta.device)
+    return (*(tuple(map(size_text, subgraph)) for subgraph in layouts), meta.dtype, meta.device, meta.conj, meta.neg)
 
 
 def _sharing(traced: TracedGraph, unit: Unit) -> tuple[tuple[int, str], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...analysis.sizes import Sizes, bytes_needed
 from ...analysis.slot_placement import extent_bytes
-from ...compat.dispatch import may_overlap_itself
+from ...compat.dispatch import may_overlap_itself, with_lazy_bits
 from ...graph.traced import TensorMeta
 from ..engines.base import Engine
 
@@ -24,7 +24,8 @@ def slot_tensor(arena: Tensor, offset: int, meta: TensorMeta, sizes: Sizes) -> T
     """The tensor of a slot at a byte offset of an arena (uint8, aligned to 256 bytes)."""
     nbytes = extent_bytes(meta, sizes)
     flat = arena[offset : offset + nbytes].view(meta.dtype)
-    return flat.as_strided(sizes.all_of(meta.shape), sizes.all_of(meta.stride))
+    plain = flat.as_strided(sizes.all_of(meta.shape), sizes.all_of(meta.stride))
+    return with_lazy_bits(plain, conj=meta.conj, neg=meta.neg)
 
 
 def copier(target: Tensor) -> Callable[[Tensor], object]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.dispatch import with_lazy_bits_of
 from ...errors import ReplayMismatchError
 from ...graph.partitioned import Unit
 from ...graph.traced import TracedGraph
@@ -87,5 +88,6 @@ def _clone_together(tensors: Sequence[Tensor]) -> list[Tensor]:
         copy = storages.setdefault(storage.data_ptr(), None) or storage.clone()
         storages[storage.data_ptr()] = copy
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        clones.append(empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride()))
+        clone = empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        clones.append(with_lazy_bits_of(tensor, clone))
     return clones

@@ -15,7 +15,8 @@ A program that fails half-way is dropped whole: it holds the only references to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...analysis.sizes import Sizes
+from ...analysis.eager_reasons import inputs_shown_around
+from ...analysis.sizes import Sizes, bytes_needed
 from ...analysis.slot_placement import Placement, aligned, extent_bytes
-from ...compat.dispatch import may_overlap_itself
+from ...compat.dispatch import may_overlap_itself, with_lazy_bits_of
 from ...graph.mode_scopes import ModeScope
 from ...graph.partitioned import InputRole, PartitionedGraph, Unit
 from ...graph.traced import TensorMeta
@@ -221,7 +223,8 @@ class _Builder(UnitInterpreter):
     def _add_region(self, unit: Unit) -> None:
         """Run a region's ops one by one, and copy what later pieces take into its slot."""
         self._source.line(f"# {unit.name}")
-        self.run_nodes(unit.body, kept=unit.outputs)
+        with self._callers_own(unit):
+            self.run_nodes(unit.body, kept=unit.outputs)
         for node in unit.outputs:
             slot = self._slots.get(node)
             if slot is not None:
@@ -231,6 +234,21 @@ class _Builder(UnitInterpreter):
                 copy(self.values[node])
                 self.forget(node)
                 self._bind(node, slot)
+
+    @contextmanager
+    def _callers_own(self, unit: Unit) -> Iterator[None]:
+        """Let a region see the caller's own tensor of an input whose storage it views, and not the copied in copy."""
+        positions = {i.node: position for position, i in enumerate(self._graph.traced.inputs)}
+        copied = {node for node in unit.inputs if self._context.roles.get(node) is InputRole.COPIED_IN}
+        own = copied & inputs_shown_around(self._graph.traced)
+        before = {node: (self.values[node], self._operands[node]) for node in own}
+        self._stable -= own
+        for node in own:
+            self.values[node], self._operands[node] = self._args[positions[node]], f"args[{positions[node]}]"
+        yield
+        self._stable |= own
+        for node, (value, operand) in before.items():
+            self.values[node], self._operands[node] = value, operand
 
     def forget(self, node: fx.Node) -> None:
         """See `UnitInterpreter`; what is the same object in every call stays."""
@@ -304,14 +322,19 @@ class _Builder(UnitInterpreter):
             copy(slot)
             self._bind(node, buffer)
             return
+        offset = self._context.sizes.of(self._meta(node).offset)
         clone: Callable[[], Tensor] = slot.clone
-        if clone().stride() != slot.stride():  # it closes gaps between strides
-            clone = partial(_clone_with_gaps, slot)
+        # a clone closes gaps between strides, and does what is to be done lazily
+        if offset or slot.is_conj() or slot.is_neg() or clone().stride() != slot.stride():
+            clone = partial(_clone_alike, slot, offset)
         self._source.line(f"v_{node.name} = {self._source.name_of(clone, 'clone')}()")
         self.values[node], self._operands[node] = clone(), f"v_{node.name}"
 
 
-def _clone_with_gaps(slot: Tensor) -> Tensor:
-    clone = torch.empty_strided(slot.size(), slot.stride(), dtype=slot.dtype, device=slot.device)
+def _clone_alike(slot: Tensor, offset: int) -> Tensor:
+    """A clone with the slot's strides and lazy bits, which begins at an offset of its storage."""
+    extent = bytes_needed(slot.size(), slot.stride(), 1)
+    memory = torch.empty(offset + extent, dtype=slot.dtype, device=slot.device)
+    clone = with_lazy_bits_of(slot, memory.as_strided(slot.size(), slot.stride(), offset))
     copier(clone)(slot)
     return clone

@@ -8,6 +8,7 @@ serves a call compares, at its very end, with what was there at its start. Every
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from .dynamo import autocast_state, restore_autocast
 
 _PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
 # Not in every version; where it is missing, a gap of a block that switches function modes off is not closed.
-_function_state = getattr(torch._C, "_get_torch_function_state", lambda: None)
+_function_state: Callable[[], object] = getattr(torch._C, "_get_torch_function_state", lambda: None)
+_set_function_state: Callable[[object], None] = getattr(torch._C, "_set_torch_function_state", lambda state: None)
 
 
 class _Entered(threading.local):
@@ -108,7 +110,7 @@ class TorchState:
         if _excluded() != self.excluded:
             _set_excluded(self.excluded)
         if _function_state() != self.function_state:
-            torch._C._set_torch_function_state(self.function_state)
+            _set_function_state(self.function_state)
         self._restore_modes()
         if torch.is_grad_enabled() != self.grad:
             torch.set_grad_enabled(self.grad)

@@ -98,7 +98,8 @@ class CapturedCallable:
 
     def _start_empty(self) -> None:
         self._cache = ProgramCache()
-        self._warm: dict[Bucket, None] = {}  # in order of age
+        # in order of age; with why the plan does not hold for the sizes of one, if it does not
+        self._warm: dict[Bucket, str | None] = {}
         self._moves: dict[fx.Node, set[int]] = {}
         self._arenas = Arenas(self._engine, self._graph.traced.device)
         self._pool = self._engine.make_pool()
@@ -162,9 +163,11 @@ class CapturedCallable:
         if bucket not in self._warm:
             with profiler_range(f"{self._title}, warm-up"):
                 warm_up = partial(self._engine.warm_up, streams=self._limits.streams(self._streams, sizes))
-                result = self._uncaptured.warm_up(args, warm_up)
-            self._note_warm(bucket)  # only now: a call that failed half-way has warmed up half of it
+                result, mistrust = self._uncaptured.warm_up(args, warm_up)
+            self._note_warm(bucket, mistrust)  # only now: a call that failed half-way has warmed up half of it
             return result
+        if (reason := self._warm[bucket]) is not None:
+            return self._traced_call.run(args, reason)
         key = self._settle_moving_inputs(key, args)
         parameter_addresses = self._keys.parameter_addresses(args)
         self._cache.drop_moved(self._keys.owned_tensors(args))
@@ -185,8 +188,8 @@ class CapturedCallable:
         self._show_program(sizes_of_bucket(bucket), program.source)
         return result
 
-    def _note_warm(self, bucket: Bucket) -> None:
-        self._warm[bucket] = None
+    def _note_warm(self, bucket: Bucket, mistrust: str | None) -> None:
+        self._warm[bucket] = mistrust
         if len(self._warm) > WARM_BUCKETS:
             del self._warm[next(iter(self._warm))]
 

@@ -11,6 +11,7 @@ graph runs as Dynamo handed it over: in program order, nothing moved, shared, co
 | sizes are what the graph checks them to be (Dynamo does not guard unbacked ones) | `size_checks` |
 | unbacked sizes are not 0, nor 1 where that makes other views (Dynamo gives backed ones another graph) | `ones` |
 | weights have the strides of the trace (Dynamo of torch 2.11 does not guard them) | `_other_strides` |
+| kernels of torch's own give the layouts that their fakes promised | in warm-ups: `CheckedRun`, `Engine.warm_up` |
 """
 
 from __future__ import annotations

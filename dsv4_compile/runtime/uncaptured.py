@@ -6,6 +6,7 @@ This is `engine="off"`, and every call of the other engines that no captured pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from ..analysis.sizes import Sizes, SizesOfCalls
 from ..compat.dynamo import is_profiling
 from ..counting import counters
 from ..graph.partitioned import PartitionedGraph, Unit
+from ..graph.source_lines import where
 from ..graph.traced import TensorMeta
 from .engines.capture_state import offering, restoring
 from .memory.arena import copier
+from .pieces.checked import CheckedRun, Notes
 from .pieces.pieces import PieceFunction, Pieces
-from .pieces.result_checks import check_layout, has_strides_of
+from .pieces.result_checks import check_layout, has_strides_of, why_unlike
 from .program.profiler_ranges import in_range
 from .restore_inputs import call_restoring, is_restoring
 from .traced_call import TracedCall
 
-WarmUp = Callable[[Callable[[], None]], None]
+WarmUp = Callable[[Callable[[], None]], str | None]
 # an output, its layout if sizes alone decide it, and whether its strides have to be those
 _Promise = tuple[fx.Node, TensorMeta | None, bool]
 
@@ -50,6 +53,8 @@ class UncapturedCallable:
         self._promises = {unit.name: tuple(self._promises_of(unit)) for unit in graph.units}
         self._sizes = SizesOfCalls(graph.traced.symbols)
         self._steps = [(unit, graph.last_used_in(index)) for index, unit in enumerate(graph.units)]
+        self._regions = {unit.name: CheckedRun(graph.traced, unit) for unit in graph.units if unit.kind == "region"}
+        self._mistrust: str | None = None
 
     def _promises_of(self, unit: Unit) -> Iterator[_Promise]:
         for node in unit.outputs:
@@ -65,71 +70,92 @@ class UncapturedCallable:
 
     def run(self, args: Sequence[Any]) -> Any:
         """Run every unit, or the traced graph; for a caller that sees to what `RestoringCalls` asks."""
-        reason = self._traced_call.why_needed(args)
-        return self._run(args, None) if reason is None else self._traced_call.run(args, reason)
+        reason = self._mistrust or self._traced_call.why_needed(args)
+        if reason is not None:
+            return self._traced_call.run(args, reason)
+        result, self._mistrust = self._run(args, None)
+        return result
 
-    def warm_up(self, args: Sequence[Any], run_piece: WarmUp) -> Any:
+    def warm_up(self, args: Sequence[Any], run_piece: WarmUp) -> tuple[Any, str | None]:
         """Run every unit before a capture of these sizes, for a caller that knows that the plan's assumptions hold.
 
         Args:
             args: of the call.
             run_piece: calls a function where the engine will record it.
 
+        Returns:
+            The result, and why the plan does not hold for these sizes: a kernel of torch's own is not as its fake
+            promised. None if it holds. This call has used what is real.
+
         Raises:
-            LayoutMismatchError: an op's result differs from what its fake promised, on which the plan relies.
+            LayoutMismatchError: a custom op's result differs from what its fake promised, on which the plan relies.
         """
         return self._run(args, run_piece)
 
-    def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
+    def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> tuple[Any, str | None]:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
-        result = restoring(self._run_alone, args, run_piece)
+        notes: Notes | None = {} if run_piece is not None or self._pieces.are_compiled else None
+        result = restoring(self._run_alone, args, run_piece, notes)
         if self._graph.traced.leaves_grad is not None:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
-        return result
+        return result, next(iter(notes), None) if notes else None
 
-    def _run_alone(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
+    def _run_alone(self, args: Sequence[Any], run_piece: WarmUp | None, notes: Notes | None) -> Any:
         # streams are those of a piece that is recorded around this call, of whose stream 0 this call knows nothing
         with offering(None):
-            return self._run_units(args, run_piece)
+            return self._run_units(args, run_piece, notes)
 
-    def _run_units(self, args: Sequence[Any], run_piece: WarmUp | None) -> Any:
+    def _run_units(self, args: Sequence[Any], run_piece: WarmUp | None, notes: Notes | None) -> Any:
         profiled = is_profiling()
         values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
         sizes = self._prepare(values)
         pieces = self._pieces.for_call(args)
         for unit, last_used in self._steps:
-            function = self._function(unit, pieces, warms_up=run_piece is not None)
+            function = self._function(unit, self._pieces.uncompiled() if notes else pieces, notes)
             if profiled:
                 function = in_range(unit.name, function)
             inputs = [values[node] for node in unit.inputs]
             if run_piece is None or unit.kind == "region":
                 results = function(*inputs)
             else:
-                results = _through(run_piece, function, inputs)
-            if run_piece is not None or self._pieces.are_compiled:
-                results = self._checked(unit, results, sizes)
+                results, other_op = _through(run_piece, function, inputs)
+                self._note_other_op(unit, other_op, notes)
+            if notes is not None:
+                results = self._checked(unit, results, sizes, notes)
             values.update(zip(unit.outputs, results, strict=True))
             for node in last_used:
                 del values[node]
         return self._output_assembly.gm(*[values[node] for node in self._output_assembly.inputs])
 
-    @staticmethod
-    def _function(unit: Unit, pieces: Mapping[str, PieceFunction], *, warms_up: bool) -> Callable[..., Any]:
-        if unit.kind == "region":
-            return unit.gm.forward
-        return pieces[unit.name].checked if warms_up else pieces[unit.name]
+    def _function(self, unit: Unit, pieces: Mapping[str, PieceFunction], notes: Notes | None) -> Callable[..., Any]:
+        if notes is None:
+            return unit.gm.forward if unit.kind == "region" else pieces[unit.name]
+        return partial(self._regions[unit.name] if unit.kind == "region" else pieces[unit.name].checked, notes=notes)
 
-    def _checked(self, unit: Unit, results: Sequence[Any], sizes: Sizes) -> list[Any]:
+    def _note_other_op(self, unit: Unit, op: str | None, notes: Notes | None) -> None:
+        """Note what an engine says of an op in a piece, unless the piece has told it already."""
+        if op is not None and notes is not None and not notes:
+            nodes = [node for node in unit.nodes if op in self._graph.traced.effects[node].ops]
+            place = where(nodes[0]) if nodes else unit.name
+            notes[f"{op} gives another layout than its meta kernel says ({place})"] = None
+
+    def _checked(self, unit: Unit, results: Sequence[Any], sizes: Sizes, notes: Notes) -> list[Any]:
         """The results, if they are as promised; what goes to compiled pieces gets the strides they were made for."""
         checked = []
         for (node, meta, strict), result in zip(self._promises[unit.name], results, strict=True):
             if meta is not None:
                 promised = sizes.meta_tensor(meta)
-                check_layout(self._graph.traced, node, result, promised, strides=strict)
-                if self._pieces.are_compiled and not has_strides_of(result, promised):
+                self._check(node, result, promised, strict, notes)
+                if self._pieces.are_compiled and not notes and not has_strides_of(result, promised):
                     result = _laid_out_as(sizes.allocate(meta), result)
             checked.append(result)
         return checked
+
+    def _check(self, node: fx.Node, result: Tensor, promised: Tensor, strict: bool, notes: Notes) -> None:
+        if is_custom(self._graph.traced, node):
+            check_layout(self._graph.traced, node, result, promised, strides=strict)
+        elif reason := why_unlike(self._graph.traced, node, result, promised):
+            notes[reason] = None
 
     def _prepare(self, values: dict[fx.Node, Any]) -> Sizes:
         """Read the host scalars and make the allocations that several units touch."""
@@ -148,8 +174,8 @@ def _laid_out_as(made: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def _through(run_piece: WarmUp, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """What `function` returns, called by `run_piece`, which takes and returns nothing."""
+def _through(run_piece: WarmUp, function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, str | None]:
+    """What `function` returns, and what the engine that calls it says of its ops."""
     results: list[Any] = []
-    run_piece(lambda: results.append(function(*inputs)))
-    return results[0]
+    other_op = run_piece(lambda: results.append(function(*inputs)))
+    return results[0], other_op

@@ -69,12 +69,16 @@ class Engine(Protocol):
     def make_pool(self) -> Any:
         """A new `Pool` for captures of this engine."""
 
-    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> None:
+    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> str | None:
         """Call `run` for real, once, where captures of this engine will record it (cuda: on the same streams).
 
         Args:
             run: takes and returns nothing.
             streams: how many side streams `capture` will offer; an engine may offer them here already.
+
+        Returns:
+            The name of an op of which a capture would record another layout than its kernel has given; None if there
+            is none, and where captures record what kernels give.
         """
 
     def capture(self, run: Callable[[], None], pool: Any, *, name: str, streams: int = 0) -> CapturedGraph:

@@ -1,71 +1,112 @@
-"""Runs a piece node by node while it is recorded, and looks at what each custom op gives.
+"""Runs a unit node by node while it warms up or is recorded, and looks at what each op gives.
 
 A plan rests on what schemas and fakes promise, inside of a piece as at its edges: a result that is really memory of an
-argument shows a later write to it, and one of another dtype shows only in what torch's own ops make of it.
+argument shows a later write to it, and one of another dtype shows only in what torch's own ops make of it. Custom ops
+are looked at in every warm-up and capture. Torch's own are looked at where kernels run, in warm-ups: a recorder would
+show what meta kernels say. Where one is not as promised, that is noted, and the run goes on with what is real.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from ...analysis.eager_reasons import custom_ops
+from ...analysis.eager_reasons import custom_ops, is_custom
 from ...analysis.sizes import Sizes, SizesOfCalls
 from ...compat.dispatch import pytree
+from ...compat.symbols import expr_of
 from ...graph.partitioned import Unit
 from ...graph.traced import TensorMeta, TracedGraph
 from .interpreter import UnitInterpreter
-from .result_checks import check_fresh, check_layout
+from .result_checks import check_fresh, check_layout, why_other_memory, why_unlike
+
+Notes = dict[str, None]  # what is not as promised, each once, in order
 
 
 class CheckedRun:
-    """A unit whose custom ops are checked.
+    """A unit whose ops are checked.
 
     Args:
         traced: the graph.
-        unit: a piece or a subgraph of one.
+        unit: a piece, a subgraph of one, or a region.
     """
 
     def __init__(self, traced: TracedGraph, unit: Unit) -> None:
         self._traced = traced
         self._unit = unit
-        self._custom = frozenset(node for node in unit.nodes if custom_ops(traced, node))
+        is_piece = unit.kind == "piece"  # what custom ops of a region give is checked where it leaves the region
+        self._custom = frozenset(node for node in unit.nodes if is_piece and custom_ops(traced, node))
+        self._own = frozenset(node for node in unit.body if _is_checkable(traced, node))
         self._sizes = SizesOfCalls({symbol: node for symbol, node in traced.symbols.items() if node in unit.inputs})
 
-    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+    def __call__(self, *inputs: Any, notes: Notes | None = None) -> Sequence[Tensor]:
         """Run it.
+
+        Args:
+            inputs: of the unit.
+            notes: takes what ops of torch's own do not give as promised; None: do not look at them.
 
         Raises:
             AliasingOpError: a custom op returns memory of an argument, and its schema says that it does not.
-            LayoutMismatchError: a result has another shape or dtype than the op's fake promised.
+            LayoutMismatchError: a result of a custom op has another shape or dtype than its fake promised.
         """
-        return tuple(self._run(inputs) if self._custom else self._unit.gm.forward(*inputs))
+        is_plain = notes is None and not self._custom
+        return tuple(self._unit.gm.forward(*inputs) if is_plain else self._run(inputs, notes))
 
-    def _run(self, inputs: Sequence[Any]) -> list[Tensor]:
+    def _run(self, inputs: Sequence[Any], notes: Notes | None) -> list[Tensor]:
         values = dict(zip(self._unit.inputs, inputs, strict=True))
-        run = _CheckingInterpreter(self._traced, self._custom, self._sizes.of(values))
+        own = frozenset() if notes is None else self._own
+        run = _CheckingInterpreter(self._traced, self._custom, own, self._sizes.of(values), notes)
         run.values.update(values)
         run.run_nodes(self._unit.body, kept=self._unit.outputs)
         return [run.values[node] for node in self._unit.outputs]
 
 
+def _is_checkable(traced: TracedGraph, node: fx.Node) -> bool:
+    """A call of torch's own whose layout follows from the sizes of the graph's inputs."""
+    metas = [meta for meta in pytree.tree_leaves(traced.effects[node].result) if isinstance(meta, TensorMeta)]
+    sizes = (size for meta in metas for size in (*meta.shape, *meta.stride))
+    is_known = all(expr_of(size).free_symbols <= traced.symbols.keys() for size in sizes)
+    return bool(metas) and is_known and not is_custom(traced, node) and traced.producer(node) is node
+
+
 class _CheckingInterpreter(UnitInterpreter):
     """One run, with the sizes of its inputs."""
 
-    def __init__(self, traced: TracedGraph, custom: frozenset[fx.Node], sizes: Sizes) -> None:
+    def __init__(
+        self,
+        traced: TracedGraph,
+        custom: frozenset[fx.Node],
+        own: frozenset[fx.Node],
+        sizes: Sizes,
+        notes: Notes | None,
+    ) -> None:
         super().__init__(traced.gm)
         self._traced = traced
         self._custom = custom
+        self._own = own
         self._sizes = sizes
+        self._notes = notes
 
     def look_at(self, node: fx.Node, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check the result of a custom op."""
-        if node not in self._custom:
-            return
-        check_fresh(self._traced, node, value, (args, kwargs))
+        """Check the result of an op."""
+        if node in self._custom:
+            check_fresh(self._traced, node, value, (args, kwargs))
+            for tensor, promised in self._results(node, value):
+                check_layout(self._traced, node, tensor, promised)
+        elif node in self._own:
+            self._note(why_other_memory(self._traced, node, value, (args, kwargs)))
+            for tensor, promised in self._results(node, value):
+                self._note(why_unlike(self._traced, node, tensor, promised))
+
+    def _results(self, node: fx.Node, value: Any) -> Iterator[tuple[Tensor, Tensor]]:
         promised = pytree.tree_leaves(self._traced.effects[node].result)
         for meta, tensor in zip(promised, pytree.tree_leaves(value), strict=False):
             if isinstance(meta, TensorMeta) and isinstance(tensor, Tensor):
-                check_layout(self._traced, node, tensor, self._sizes.meta_tensor(meta))
+                yield tensor, self._sizes.meta_tensor(meta)
+
+    def _note(self, reason: str | None) -> None:
+        if reason is not None and self._notes is not None:
+            self._notes[reason] = None

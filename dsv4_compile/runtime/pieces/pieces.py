@@ -29,9 +29,9 @@ from ...log import log, pluralize
 from ...piece_compilers import CompiledSubgraph, same_number
 from ..engines.capture_state import Streams, current_streams
 from ..memory.arena import copier
-from .checked import CheckedRun
+from .checked import CheckedRun, Notes
 from .compiled import CompiledFunction
-from .result_checks import check_fresh, check_layout, has_strides_of
+from .result_checks import check_fresh, check_layout, has_strides_of, why_unlike
 
 
 class PieceFunction(Protocol):
@@ -43,8 +43,8 @@ class PieceFunction(Protocol):
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """Run it, and return fresh results."""
 
-    def checked(self, *inputs: Any) -> Sequence[Tensor]:
-        """The same, with a look at what each custom op gives."""
+    def checked(self, *inputs: Any, notes: Notes | None = None) -> Sequence[Tensor]:
+        """The same, with a look at what each op gives; see `CheckedRun`."""
 
 
 class EagerPiece:
@@ -108,28 +108,35 @@ class SubgraphPiece:
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
         """See `PieceFunction`."""
+        return self.checked(*inputs)
+
+    def checked(self, *inputs: Any, notes: Notes | None = None) -> Sequence[Tensor]:
+        """See `PieceFunction`; what was compiled is not looked into."""
         sizes = self._sizes.of(dict(zip(self._unit.inputs, inputs, strict=True)))
         slots = [sizes.allocate(self._meta(node)) for node in self._unit.outputs]
-        self.fill(inputs, slots)
-        return slots
-
-    checked = __call__  # it always looks
+        values = self._fill(inputs, slots, notes)
+        return [values[node] for node in self._unit.outputs]
 
     def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
+        self._fill(inputs, slots, None)
+
+    def _fill(self, inputs: Sequence[Any], slots: Sequence[Tensor], notes: Notes | None) -> dict[fx.Node, Any]:
+        """The results: the slots, or with notes what is not as promised."""
         values = dict(zip(self._unit.inputs, inputs, strict=True))
         sizes = self._sizes.of(values)
         values.update(zip(self._unit.outputs, slots, strict=True))
         streams = current_streams()
         if streams is None or all(step.stream == 0 for step in self._steps):
             for step in self._steps:
-                self._run(step, values, sizes)
+                self._run(step, values, sizes, notes)
                 for node in step.last_used:
                     del values[node]
         else:
-            self._run_on_streams(streams, values, sizes)
+            self._run_on_streams(streams, values, sizes, notes)
+        return values
 
-    def _run_on_streams(self, streams: Streams, values: dict[fx.Node, Any], sizes: Sizes) -> None:
+    def _run_on_streams(self, streams: Streams, values: dict[fx.Node, Any], sizes: Sizes, notes: Notes | None) -> None:
         """Fork from stream 0, run each subgraph after what it waits for, and join, also when a subgraph fails."""
         events: dict[int, object] = {START: streams.record(0)}
         forked: set[int] = set()
@@ -139,7 +146,7 @@ class SubgraphPiece:
                     streams.wait(step.stream, events[awaited])
                 forked.add(step.stream)
                 with streams.on(step.stream):
-                    self._run(step, values, sizes)
+                    self._run(step, values, sizes, notes)
                 if step.is_awaited:
                     events[index] = streams.record(step.stream)
         except BaseException:
@@ -151,22 +158,30 @@ class SubgraphPiece:
             if step.joins:
                 streams.wait(0, events[index])
 
-    def _run(self, step: _Step, values: dict[fx.Node, Any], sizes: Sizes) -> None:
+    def _run(self, step: _Step, values: dict[fx.Node, Any], sizes: Sizes, notes: Notes | None) -> None:
         for node in step.unit.inputs:
             if node not in values:  # an allocation that several subgraphs touch
                 values[node] = sizes.allocate(self._meta(node))
         inputs = [values[node] for node in step.unit.inputs]
-        if step.function is None:
-            self._run_as_it_is(step, inputs, values, sizes)
+        if step.function is None or notes:  # compiled code would not know what to do with what is not as promised
+            self._run_as_it_is(step, inputs, values, sizes, notes)
             return
         promised = [sizes.meta_tensor(self._meta(node)) for node in step.unit.outputs]
         results = step.function.run(inputs, [values.get(node) for node in step.unit.outputs], promised)
         values.update(zip(step.unit.outputs, results, strict=True))
 
-    def _run_as_it_is(self, step: _Step, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes) -> None:
+    def _run_as_it_is(
+        self, step: _Step, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes, notes: Notes | None
+    ) -> None:
         """Results that leave the piece are copied to their slots, the others are taken as they are."""
-        for node, result in zip(step.unit.outputs, step.checked(*inputs), strict=True):
+        for node, result in zip(step.unit.outputs, step.checked(*inputs, notes=notes), strict=True):
             promised = sizes.meta_tensor(self._meta(node))
+            if notes is not None and not is_custom(self._graph.traced, node):
+                reason = why_unlike(self._graph.traced, node, result, promised)
+                if reason is not None:
+                    notes[reason] = None
+                    values[node] = result
+                    continue
             check_fresh(self._graph.traced, node, result, inputs)
             check_layout(
                 self._graph.traced, node, result, promised, strides=self._strict and is_custom(self._graph.traced, node)
@@ -223,6 +238,10 @@ class Pieces:
         if changed:
             return self._fall_back(changed, "a number among the arguments is not the one it was compiled with")
         return self._best
+
+    def uncompiled(self) -> Mapping[str, PieceFunction]:
+        """What runs each piece as it is, by name."""
+        return self._eager
 
     def _fall_back(self, names: Sequence[str], reason: str) -> Mapping[str, PieceFunction]:
         names = list(dict.fromkeys(names))

@@ -1,9 +1,13 @@
 """What an op gives is what its schema and its fake promised; checked while nothing is replayed.
 
 A plan is made from promises. A wrong one would not crash: a copy into a slot converts dtypes, and cuts the tie between
-a result and the buffer that it really is. Strides may differ, since what crosses is copied; but a compiled piece reads
-the results of its own custom ops where they are, so there they may not. Warm-ups and captures check, and with compiled
-pieces every uncaptured call.
+a result and the buffer that it really is. Warm-ups and captures check, and with compiled pieces every uncaptured call.
+
+A custom op whose promise is wrong is its author's to mend: that is an error. Its strides may differ, since what crosses
+is copied; but a compiled piece reads the results of its own custom ops where they are, so there they may not.
+
+An op of torch's own whose promise is wrong is nobody's mistake here: calls of these sizes do without the plan. They run
+the traced graph, where everybody sees what the kernel really gives (`why_unlike` says what differs).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from ...compat.dispatch import OpOverload, op_name, pytree
 from ...errors import AliasingOpError, LayoutMismatchError
 from ...graph.source_lines import where
 from ...graph.traced import TensorMeta, TracedGraph
+from ...log import log
 
 
 def check_layout(traced: TracedGraph, node: fx.Node, value: Tensor, promised: Tensor, *, strides: bool = False) -> None:
@@ -28,6 +33,33 @@ def check_layout(traced: TracedGraph, node: fx.Node, value: Tensor, promised: Te
         f"{_name(producer)} gave {_layout(value, strides)}, its fake promised {_layout(promised, strides)} "
         f"({where(producer)}): make the fake of the op agree with the op (torch.library.opcheck finds this)"
     )
+
+
+def why_unlike(traced: TracedGraph, node: fx.Node, value: Tensor, promised: Tensor) -> str | None:
+    """What an op gives where its fake promised something else; None if it is as promised in all that can be seen."""
+    is_alike = value.dtype == promised.dtype and value.shape == promised.shape and has_strides_of(value, promised)
+    if is_alike and (value.is_conj(), value.is_neg()) == (promised.is_conj(), promised.is_neg()):
+        return None
+    producer = traced.producer(node)
+    log.info("%s gave %s, its fake promised %s", _name(producer), _seen(value), _seen(promised))
+    return f"{_name(producer)} gives another layout than its fake promises ({where(producer)})"
+
+
+def why_other_memory(traced: TracedGraph, node: fx.Node, value: Any, taken: Any) -> str | None:
+    """The op gives memory of an argument where its fake made some, or the other way round; None if it does neither."""
+    producer = traced.producer(node)
+    known = {traced.storage_of(arg) for arg in producer.all_input_nodes}
+    given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(taken) if isinstance(t, Tensor)} - {0}
+    for tensor, meta in zip(pytree.tree_leaves(value), pytree.tree_leaves(traced.effects[node].result), strict=False):
+        address = tensor.untyped_storage().data_ptr() if isinstance(tensor, Tensor) else 0
+        if address and isinstance(meta, TensorMeta) and (address in given) != (meta.storage in known):
+            return f"{_name(producer)} gives other memory than its fake promises ({where(producer)})"
+    return None
+
+
+def _seen(tensor: Tensor) -> str:
+    bits = [name for name, is_set in (("conjugated", tensor.is_conj()), ("negated", tensor.is_neg())) if is_set]
+    return " ".join([_layout(tensor, True), *bits])
 
 
 def has_strides_of(value: Tensor, promised: Tensor) -> bool:

@@ -80,7 +80,7 @@ class CudaEngine:
         return CudaPool()
 
     def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> None:
-        """See `Engine.warm_up`."""
+        """See `Engine.warm_up`; a capture records what kernels give."""
         streams_offered = offering(self._side_streams.streams(self._stream, streams))
         with no_capture_elsewhere(), self._on(self._stream), streams_offered:
             run()

@@ -9,6 +9,7 @@ How each rule comes about:
 | ops implemented in Python are looked into | `op_kinds`: their body runs once, its ops are recorded |
 | the host code of the recorded callable never runs again | a replay is a list of bound kernels |
 | what needs a value on the host is refused, with the line | `sync_guard` |
+| results are laid out as kernels do it | `layout_watch`: where meta kernels differ, a warm-up tells |
 | addresses and numbers are baked | `launch`: operands are aliases made while recording |
 | memory of dead temporaries is reused by later captures | `pool` |
 | work of two streams is ordered by events alone | `race_checker`: conflicts that are not are refused |
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from ..base import LaunchRecord, allocate_poisoned
 from ..capture_state import offering, recording
+from .layout_watch import LayoutWatch
 from .meta_cache import MetaCache
 from .pool import HostPool
 from .recorder import Recorder
@@ -81,9 +83,12 @@ class HostEngine:
         """See `Engine.make_pool`."""
         return HostPool()
 
-    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> None:
+    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> str | None:
         """See `Engine.warm_up`; one stream after the other."""
-        run()
+        watch = LayoutWatch()
+        with watch:
+            run()
+        return watch.other_op
 
     def capture(self, run: Callable[[], None], pool: HostPool, *, name: str, streams: int = 0) -> LaunchRecord:
         """See `Engine.capture`."""

@@ -1,0 +1,78 @@
+"""Whether kernels lay out their results as meta kernels say; looked at in warm-ups, where both can be asked.
+
+A recorder runs no kernel, so it takes sizes, strides and dtypes of results from meta kernels. A few of these differ
+from the CPU kernel (`max_unpool2d` of a channels-last tensor, `native_batch_norm` in eval mode). What is recorded after
+such an op would be laid out otherwise than in eager, and a strided view of it would show other elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....compat.dispatch import (
+    NoFunctionModes,
+    OpOverload,
+    TorchDispatchMode,
+    call_composite_kernel,
+    op_name,
+)
+from ....compat.thread_state import NoDispatchModes
+from ....graph.op_properties import OWN_NAMESPACES
+from .op_kinds import OpKind, kind_of
+from .result_meta import MetaArguments, is_meta_tensor, on_meta
+from .tree import leaves_of
+
+_INFERRED = (OpKind.LAUNCH, OpKind.ALLOCATION, OpKind.FILL)
+
+
+class LayoutWatch(TorchDispatchMode):
+    """Runs every op, and compares what ops of torch's own give with what their meta kernels say.
+
+    Attributes:
+        other_op: "ns::op.overload" of the first that differs, or None.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_op: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.other_op is not None or not isinstance(func, OpOverload) or func.namespace not in OWN_NAMESPACES:
+            return func(*args, **kwargs)
+        with NoFunctionModes():
+            kind = kind_of(func)
+        if kind is OpKind.COMPOSITE:  # whole in inference mode; a recorder takes it apart too
+            with self:
+                return call_composite_kernel(func, args, kwargs)
+        if kind not in _INFERRED:
+            return func(*args, **kwargs)
+        with NoFunctionModes():
+            said = _said_by_meta(func, args, kwargs)  # before, since the op may change its arguments
+        result = func(*args, **kwargs)
+        if said is not None and any(map(_differ, leaves_of(result), said)):
+            self.other_op = op_name(func)
+        return result
+
+
+def _said_by_meta(func: OpOverload, args: Any, kwargs: Any) -> list[Any] | None:
+    """Leaves of what the meta kernel gives; None if it cannot be asked, which a recorder refuses with its reason."""
+    meta = MetaArguments()
+    try:
+        with NoDispatchModes():
+            return list(leaves_of(func(*meta.of(args), **meta.of(on_meta(func, kwargs)))))
+    except Exception:
+        return None
+
+
+def _differ(real: Any, said: Any) -> bool:
+    if not isinstance(real, Tensor) or not is_meta_tensor(said) or is_meta_tensor(real):
+        return False
+    if real.dtype != said.dtype or real.size() != said.size():
+        return True
+    pairs = zip(real.size(), real.stride(), said.stride(), strict=True)
+    return real.numel() > 0 and any(size > 1 and stride != other for size, stride, other in pairs)

@@ -1,4 +1,4 @@
-"""Settle what gives a tensor other memory in place: `t.set_(y)`, and `p.data = y`, as which Dynamo writes `p.data -= d`.
+"""Settle what gives a tensor other memory in place: `t.set_(y)`, and `p.data = y`, as Dynamo writes `p.data -= d`.
 
     d = p.data; d -= y; p.set_(d)       ->   d = p.data; d -= y        p was there already
     p.set_(p * 2)                       ->   the graph runs as it was traced, uncaptured

@@ -1,9 +1,10 @@
 """How long a node takes, roughly: only to tell which branches are worth a stream of their own.
 
-The unit is about a microsecond of a current accelerator. A kernel takes its launch, and then what its bytes take at
-4 TB/s or its multiply-adds at 400 T/s, whichever is more; sizes are those of the trace. A matrix product and a custom
-op count as a kernel worth placing, everything else as a fraction of one. Nothing here was fitted: a wrong cost costs
-time on the device and changes no result.
+The unit is about a microsecond of a current accelerator. A kernel takes its launch, and then what its bytes take at 4
+TB/s; sizes are those of the trace. A matrix product and a custom op count as a kernel worth placing, everything else as
+a fraction of one. Multiply-adds are left out: at the token counts for which streams are used (`aux_stream_max_tokens`)
+they changed the choice in no layer. Nothing here was fitted: a wrong cost costs time on the device and changes no
+result.
 
 Bytes are those of results and activations, and of weights for a matrix product alone: another op may look at a few rows
 of a weight, as an op on a cache does with the cache. Where an op is far off, `register_op(..., cost=)` corrects it.
@@ -22,7 +23,6 @@ from ..graph.traced import Provenance, TensorMeta, TracedGraph
 from ..ops.registry import find_op
 
 BYTES = 4_000_000
-MULTIPLY_ADDS = 400_000_000
 KERNEL = 4  # a matrix product or a custom op that has next to nothing to do
 SMALL_KERNEL = 1  # any other op, which a compiler may fuse besides
 
@@ -38,7 +38,7 @@ def cost_of(traced: TracedGraph, node: fx.Node) -> int:
     registered = [op for name in ops if (op := find_op(traced.ops, name)) is not None]
     factor = max((op.cost for op in registered), default=1.0)
     if any(_bare(name) in _PRODUCTS for name in ops):
-        return _scaled(KERNEL + _product(traced, node), factor)
+        return _scaled(KERNEL + _bytes(traced, node, tuple(Provenance)) // BYTES, factor)
     is_custom = any(name.partition("::")[0] not in OWN_NAMESPACES for name in ops)
     return _scaled((KERNEL if is_custom else SMALL_KERNEL) + _bytes(traced, node, _STREAMED) // BYTES, factor)
 
@@ -51,16 +51,6 @@ def _bare(name: str) -> str:
 
 def _scaled(cost: int, factor: float) -> int:
     return max(1, round(cost * factor))
-
-
-def _product(traced: TracedGraph, node: fx.Node) -> int:
-    """Of [m, k] by [k, n], in whatever order the op takes them: (m k) (k n) (m n) is the square of m k n."""
-    operands = sorted(
-        (_numel(traced, meta) for arg in node.all_input_nodes for meta in _tensors(traced, arg)), reverse=True
-    )
-    result = sum(_numel(traced, meta) for meta in _tensors(traced, node))
-    multiply_adds = math.isqrt(math.prod([*operands[:2], result]))
-    return max(multiply_adds // MULTIPLY_ADDS, _bytes(traced, node, tuple(Provenance)) // BYTES)
 
 
 def _bytes(traced: TracedGraph, node: fx.Node, counted: tuple[Provenance, ...]) -> int:

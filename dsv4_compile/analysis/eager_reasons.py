@@ -83,9 +83,9 @@ def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) ->
         return f"takes {sized[0]}, whose size depends on data"
     baked = sorted((arg for arg in node.all_input_nodes if arg in facts.numbers), key=lambda arg: arg.name)
     if baked:
-        is_view = traced.effects[baked[0]].result is not None
-        kind = "a view that a data-dependent scalar chooses" if is_view else "a data-dependent scalar"
-        return f"takes {baked[0].name}, {kind}"
+        if traced.effects[baked[0]].result is not None:
+            return f"takes {baked[0].name}, a view that a data-dependent scalar chooses"
+        return f"takes {baked[0].name}, a data-dependent scalar"
     strided = sorted(arg.name for arg in node.all_input_nodes if arg in facts.strided)
     if strided:
         return f"takes {strided[0]}, which may show memory around a non-static input"

@@ -55,12 +55,13 @@ def trace_graph(
         _refuse_training(node, example)
         _refuse_subclass(node, example)
     inputs = tuple(_input(node, example) for node, example in zip(placeholders, example_inputs, strict=True))
-    for node in placeholders:
+    original = _copy_graph(gm)
+    for node in (*placeholders, *original.graph.find_nodes(op="placeholder")):
         forget_source(node)
     notes = () if break_reason is None else (f"graph break: what follows is not in this plan ({break_reason})",)
     return TracedGraph(
         gm=copy,
-        original=_copy_graph(gm),
+        original=original,
         inputs=inputs,
         ops=ops,
         symbols=_symbol_inputs(inputs),

@@ -12,7 +12,7 @@ from torch import Tensor
 from toy_ops import SPLIT
 
 from dsv4_compile import register_op
-from dsv4_compile.analysis.cost_model import BYTES, KERNEL, MULTIPLY_ADDS, SMALL_KERNEL, cost_of
+from dsv4_compile.analysis.cost_model import BYTES, KERNEL, SMALL_KERNEL, cost_of
 from dsv4_compile.config import Config
 from dsv4_compile.errors import ArgumentError, OptionError
 from dsv4_compile.graph.traced import TracedGraph
@@ -89,14 +89,17 @@ def test_a_product_of_few_rows_takes_what_its_bytes_take(product: Any) -> None:
     assert costs(fn, meta(8, 4096), meta(4096, 6000))["result"] == expected > KERNEL
 
 
-def test_a_product_of_many_rows_takes_what_its_multiply_adds_take() -> None:
+def test_batched_products_and_biases_count_by_their_bytes() -> None:
     def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        result = torch.addmm(b, x, w)
-        return toy.fresh(result)
+        batched = torch.bmm(x, w)
+        biased = torch.baddbmm(b, x, w)
+        return toy.fresh(batched + biased)
 
-    size = (4096, 2048, 1024)  # m, k, n
-    found = costs(fn, meta(size[0], size[1]), meta(size[1], size[2]), meta(size[2]))["result"]
-    assert found == KERNEL + size[0] * size[1] * size[2] // MULTIPLY_ADDS
+    batch, m, k, n = 16, 64, 512, 2048
+    found = costs(fn, meta(batch, m, k), meta(batch, k, n), meta(batch, m, n))
+    operands = 4 * batch * (m * k + k * n)
+    assert found["batched"] == KERNEL + (operands + 4 * batch * m * n) // BYTES
+    assert found["biased"] == KERNEL + (operands + 2 * 4 * batch * m * n) // BYTES
 
 
 def test_other_ops_take_what_results_and_activations_take() -> None:

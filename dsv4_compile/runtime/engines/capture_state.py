@@ -10,8 +10,8 @@ yet, and one made before is freed by the end of its autocast block), and grad mo
 it was, however the capture ends.
 
 Note "gaps of a block": an interrupt may come while a `with` block is entered or left, by Ctrl-C or from any signal
-handler. Then what the block pushed stays. So whoever serves a call does it through `restoring`, which puts back what the
-thread had before, and does so twice, since the interrupt may come there too.
+handler. Then what the block pushed stays. So whoever serves a call does it through `restoring`, which puts back what
+the thread had before, and does so twice, since the interrupt may come there too.
 """
 
 from __future__ import annotations

@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test exhaustive lint bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python examples/serve_checkpoint.py
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8
+
+# what `make test` leaves out; .ci/run has both
+exhaustive: $(STAMP)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 -m exhaustive
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the long version of the property tests")
+    parser.addoption("--programs", type=int, default=150, help="how many programs the long property test draws")
     parser.addoption(
         "--piece-compiler",
         choices=("eager", "aot_eager", "inductor"),
@@ -35,12 +36,30 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     return replace(given, piece_compiler=given.piece_compiler or request.config.getoption("--piece-compiler"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_all_but_a_sample(items)
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         missing = pytest.mark.skip(reason="no C++ compiler: set CXX, or install g++")
         for item in items:
             if item.get_closest_marker("inductor"):
                 item.add_marker(missing)
+
+
+def mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    """Of a test marked `sampled(k)`, each k-th of its cases runs always, and the others with `-m exhaustive`.
+
+    The cases of a product are numbered with the last parameter running fastest, so a step that shares no factor with
+    its length meets every value of every parameter.
+    """
+    numbers: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            if numbers[name] % marker.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            numbers[name] += 1
 
 
 @pytest.fixture(autouse=True)

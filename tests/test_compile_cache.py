@@ -64,6 +64,7 @@ def test_the_second_process_starts_warm_and_a_changed_schema_gives_the_right_num
     assert run(tmp_path, "second").startswith("right")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.inductor
 @pytest.mark.timeout(300)
 def test_without_the_cut_a_changed_schema_is_served_stale_code(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_the_host_code_of_an_op_inside_a_piece_is_frozen_by_a_capture(compiler: 
         Probe.amount = before
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 @pytest.mark.parametrize("engine", ["off", "host"])
 def test_values_cross_with_the_strides_of_the_plan(compiler: str, engine: str) -> None:

@@ -126,6 +126,7 @@ def put_rows(x: Tensor) -> Tensor:
 OVERWRITERS = [kept_clone, swapped, kept_conversion, kept_of_an_activation, moved_rows, put_rows]
 
 
+@pytest.mark.sampled(3)
 @every_compiler
 @pytest.mark.parametrize("model", OVERWRITERS)
 def test_a_value_is_what_it_was_before_its_source_was_overwritten(compiler: str, model: Any) -> None:
@@ -278,6 +279,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @every_compiler
 @pytest.mark.parametrize("model", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
@@ -289,6 +291,7 @@ def test_programs_between_custom_ops(compiler: str, model: Any) -> None:
             compare(model, compiled, rows(n))
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 @pytest.mark.parametrize("model", [read_by_later_parts, view_across_parts])
 def test_one_token_and_none(compiler: str, model: Any) -> None:
@@ -318,6 +321,7 @@ class Cached(nn.Module):
         return toy.fresh(k) + h
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 @pytest.mark.parametrize("widths", [(4, 4), (4, 6)], ids=str)
 def test_instances_of_one_class_keep_their_buffers(compiler: str, widths: tuple[int, int]) -> None:

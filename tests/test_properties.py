@@ -25,9 +25,8 @@ SETTINGS = st.builds(
     ),
 )
 SUITE = settings(
-    max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-LONG = settings(max_examples=2000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 # Inductor takes seconds for a program: while it shrank one, the test would be ended, and nothing be shown
 UNSHRUNK = (Phase.explicit, Phase.generate)
 
@@ -45,13 +44,6 @@ def piece_compiler(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--piece-compiler")
 
 
-@pytest.fixture(scope="session")
-def long_run(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--long"):
-        pytest.skip("chosen with --long")
-
-
-@pytest.mark.timeout(900)  # it takes 90 seconds where nothing else runs
 @SUITE
 @given(program=programs(), setting=SETTINGS)
 def test_a_program_means_the_same_under_every_plan(program: Program, setting: Setting, piece_compiler: str) -> None:
@@ -71,12 +63,15 @@ def test_a_program_means_the_same_in_kernels_of_inductor(program: Program, setti
     check_compiled(program, setting, "inductor")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(0)
-@pytest.mark.usefixtures("long_run")
-@LONG
-@given(program=programs(statements=20), setting=SETTINGS)
-def test_a_long_program_means_the_same_under_every_plan(
-    program: Program, setting: Setting, piece_compiler: str
-) -> None:
-    check_compiled(program, setting, piece_compiler)
+def test_long_programs_mean_the_same_under_every_plan(request: pytest.FixtureRequest, piece_compiler: str) -> None:
+    """As many as `--programs` says; other ones with another `--hypothesis-seed`."""
+    wanted = request.config.getoption("--programs")
+
+    @settings(max_examples=wanted, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+    @given(program=programs(statements=20), setting=SETTINGS)
+    def check(program: Program, setting: Setting) -> None:
+        check_compiled(program, setting, piece_compiler)
+
+    check()

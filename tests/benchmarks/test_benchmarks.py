@@ -74,6 +74,7 @@ def test_streams() -> None:
     assert column(table, "of none")[0] == "1.00"
 
 
+@pytest.mark.exhaustive
 def test_region_counts_what_the_counters_count() -> None:
     launched, timed = tables(region.run(QUICK))
     policies = [" ".join(row[:2]) for row in launched.rows]

@@ -317,6 +317,7 @@ def test_weights_of_two_dtypes_cannot_be_fused() -> None:
 # compilation
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_the_swapped_model_is_one_graph(runner_type: type[ModelRunner], experts: str) -> None:

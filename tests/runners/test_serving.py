@@ -24,6 +24,7 @@ from dsv4_compile.runtime.program.cache import ADDRESS_SETS
 LONG_CONTEXT = 4 * CONFIG.index_topk  # above it the indexer selects
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_random_traffic_equals_eager(setup: str) -> None:
     served = Served(setup)
@@ -57,6 +58,7 @@ def test_long_contexts_after_captures_with_short_ones(setup: str) -> None:
         served.finish()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setup", ["v1 wide", "v1 minimal", "v2 narrow"])
 def test_generate_equals_eager_token_for_token(setup: str) -> None:
     served = Served(setup)
@@ -227,9 +229,10 @@ def test_step_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 # a long run
 
 
-def test_soak(request: pytest.FixtureRequest) -> None:
-    """Thousands of steps over 8 buckets (some hundred without --long): every logit equal, no byte more at the end."""
-    steps = 2000 if request.config.getoption("--long") else 150
+@pytest.mark.exhaustive
+def test_soak() -> None:
+    """Hundreds of steps over 8 buckets: every logit equal, no byte more at the end."""
+    steps = 500
     buckets = (2, 4, 6, 8, 12, 20, 32, 48)
     served = Served("v2 narrow", buckets=buckets, max_num_reqs=6)
     dsv4_compile.capture(served.compiled, served.padding_inputs, buckets, progress=False)

@@ -125,6 +125,7 @@ def test_compiled_function_works_again_after_a_reset() -> None:
 # models that go
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reset", [False, True], ids=["dropped", "dropped and reset"])
 def test_models_made_and_dropped_leave_nothing_behind(reset: bool) -> None:
     seen = []
@@ -170,6 +171,7 @@ def test_weights_that_were_replaced_go_at_the_next_call() -> None:
             assert old.expired()
 
 
+@pytest.mark.exhaustive
 def test_many_reloads_do_not_pile_up(allocations: Allocations) -> None:
     model = Model()
     compiled = compile_host(model)

@@ -44,6 +44,7 @@ def random_streams(seed: int) -> Callable[..., tuple[int, ...]]:
     return schedule
 
 
+@pytest.mark.sampled(3)
 @every_compiler
 @pytest.mark.parametrize("runner", ["mrv1", "mrv2"])
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -116,6 +117,7 @@ def call_in_streams(streams: Sequence[int], **options: Any) -> tuple[list[Tensor
 STREAMS = (0, 2, 1, 1, 1, 0, 3, 3)
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 def test_streams_that_cross_each_other(compiler: Any) -> None:
     for seed in range(4):

@@ -356,6 +356,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return importlib.import_module("serve_checkpoint")
 
 
+@pytest.mark.exhaustive
 def test_the_demo_writes_a_trace_of_one_decode_step(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnaps
 # Not in every version; where it is missing, a gap of a block that switches function modes off is not closed.
 _function_state: Callable[[], object] = getattr(torch._C, "_get_torch_function_state", lambda: None)
 _set_function_state: Callable[[object], None] = getattr(torch._C, "_set_torch_function_state", lambda state: None)
+
+_CALL = methodcaller("__call__")
 
 
 class _Entered(threading.local):
@@ -132,22 +135,8 @@ class TorchState:
                 _python_dispatch._push_mode(mode)
 
     def restore_flags(self) -> None:
-        """Make torch's notes on dispatch modes, one for all threads, those of this one: for after an exception.
-
-        An interrupted mode leaves them set, and then Dynamo compiles nothing any more.
-        """
-        modes = self.dispatch_modes
-        with_internals = any(not mode.ignore_compile_internals() for mode in modes) if modes else False
-        flags = {
-            "_is_in_torch_dispatch_mode": bool(modes),
-            "_is_in_non_infra_torch_dispatch_mode": any(not mode.is_infra_mode() for mode in modes),
-            "_is_in_any_mode_without_ignore_compile_internals": with_internals,
-        }
-        for name, value in flags.items():
-            if getattr(_python_dispatch, name, value) != value:
-                setattr(_python_dispatch, name, value)
-        # not in every version
-        getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", bool)(with_internals)
+        """The same for torch's notes on dispatch modes: for after an exception, see `_set_flags`."""
+        _set_flags(self.dispatch_modes)
 
     def _restore_autocast(self) -> None:
         while _nesting() > self.autocast_nesting:
@@ -158,6 +147,33 @@ class TorchState:
             torch.set_autocast_cache_enabled(self.autocast_cache)
 
 
+def leave_modes(kind: type) -> None:
+    """Leave the innermost dispatch modes of this thread that are of a kind; for after an exception that was caught."""
+    modes = _get_current_dispatch_mode_stack()
+    while modes and type(modes[-1]) is kind:
+        _python_dispatch._pop_mode()
+        modes.pop()
+    _set_flags(modes)
+
+
+def _set_flags(modes: list[Any]) -> None:
+    """Set torch's notes on dispatch modes, one for all threads, by the modes of this one.
+
+    An interrupted mode leaves them set, and then Dynamo compiles nothing any more.
+    """
+    with_internals = any(not mode.ignore_compile_internals() for mode in modes) if modes else False
+    flags = {
+        "_is_in_torch_dispatch_mode": bool(modes),
+        "_is_in_non_infra_torch_dispatch_mode": any(not mode.is_infra_mode() for mode in modes),
+        "_is_in_any_mode_without_ignore_compile_internals": with_internals,
+    }
+    for name, value in flags.items():
+        if getattr(_python_dispatch, name, value) != value:
+            setattr(_python_dispatch, name, value)
+    # not in every version
+    getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", bool)(with_internals)
+
+
 def _common(one: list[Any], other: list[Any]) -> int:
     """How many modes from the bottom of two stacks are the same."""
     pairs = enumerate(zip(one, other, strict=False))
@@ -166,5 +182,6 @@ def _common(one: list[Any], other: list[Any]) -> int:
 
 def _nesting() -> int:
     """How many autocast blocks this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    # torch tells no other way; both calls are made by C code, between which no interrupt comes
+    _, nesting = map(_CALL, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return int(nesting)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..counting import counters
 from ..log import progress_bar
+from .engines.capture_state import restoring
 
 
 def capture(
@@ -35,12 +36,17 @@ def capture(
         ArgumentError: `compiled` or `inputs_for` cannot be called, or `sizes` is no list of token counts.
         CaptureError: calling `compiled` ran nothing that this backend compiled.
     """
+    _check_callable("compiled", compiled)
+    _check_callable("inputs_for", inputs_for)
+    restoring(_capture, compiled, inputs_for, sorted(_checked(sizes), reverse=True), progress)
+
+
+def _capture(
+    compiled: Callable[..., Any], inputs_for: Callable[[int], Any], in_order: Sequence[int], progress: bool | None
+) -> None:
     from ..errors import CaptureError
     from .restore_inputs import RestoringCalls
 
-    _check_callable("compiled", compiled)
-    _check_callable("inputs_for", inputs_for)
-    in_order = sorted(_checked(sizes), reverse=True)
     calls = RestoringCalls()
     try:
         with torch.no_grad(), calls as restored, progress_bar(len(in_order), "bucket", progress) as advance:

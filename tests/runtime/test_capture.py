@@ -16,7 +16,6 @@ from written_inputs import accumulate, static
 import dsv4_compile
 from dsv4_compile import counters
 from dsv4_compile.errors import ArgumentError, CaptureError
-from dsv4_compile.runtime import restore_inputs as restoring
 from dsv4_compile.runtime.restore_inputs import RestoredInputs, RestoringCalls
 
 toy = torch.ops.toy
@@ -98,7 +97,7 @@ def test_random_states_of_the_devices_in_use_are_put_back(monkeypatch: pytest.Mo
     with RestoringCalls():
         generators.states = [0, 1, 1]  # as of dummy inputs
         for name in ("cuda:0", "cuda", "cuda:0", "cpu"):
-            monkeypatch.setattr(restoring, "graph_device", lambda graph, name=name: torch.device(name))
+            graphs.device = torch.device(name)
             with RestoredInputs(graphs, ()):
                 generators.states = [state + 1 for state in generators.states]
     assert generators.states == [0, 0, 5]

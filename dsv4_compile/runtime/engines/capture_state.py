@@ -166,13 +166,20 @@ def _close_blocks(error: BaseException) -> None:
 
     They are in generators, in the frames of `contextlib`, and in the frames of generated code.
     """
-    traceback = error.__traceback__
-    while traceback is not None:
-        path = traceback.tb_frame.f_code.co_filename
-        if path == contextlib.__file__ or path.startswith("<"):
-            with contextlib.suppress(RuntimeError):  # it runs still
-                traceback.tb_frame.clear()
-        traceback = traceback.tb_next
+    errors, seen = [error], {id(error)}
+    while errors:
+        found = errors.pop()
+        for other in (found.__context__, found.__cause__):
+            if other is not None and id(other) not in seen:
+                errors.append(other)
+                seen.add(id(other))
+        traceback = found.__traceback__
+        while traceback is not None:
+            path = traceback.tb_frame.f_code.co_filename
+            if path == contextlib.__file__ or path.startswith("<"):
+                with contextlib.suppress(RuntimeError):  # it runs still
+                    traceback.tb_frame.clear()
+            traceback = traceback.tb_next
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ....compat.dispatch import PUBLIC_HOMES, OpOverload, TorchDispatchMode
+from ....compat.thread_state import leave_modes
 from .op_kinds import bind_kernel
 from .out_variants import out_names
 from .tree import leaves_of
@@ -33,7 +34,9 @@ def is_same_call(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
     try:
         return _same(_DryRun.first_call(one), _DryRun.first_call(other))
     except (TypeError, ValueError, RuntimeError):
-        return False  # the public function takes no such arguments
+        # the public function takes no such arguments; or a signal handler raised, at the end of a dry run perhaps
+        leave_modes(_DryRun)
+        return False
 
 
 def _public_calls(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[], Any]]:

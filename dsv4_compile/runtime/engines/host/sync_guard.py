@@ -7,6 +7,7 @@ them. `Tensor.cpu()` is no copy on a CPU and is let through: what would read its
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -53,6 +54,11 @@ class HostReadGuard(TorchFunctionMode):
         super().__init__()
         self._name = name
         self.failure: CaptureError | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        # an interrupt may have come while torch had popped it for a moment; whoever serves the call sees to the stack
+        with suppress(RuntimeError) if kind is not None else nullcontext():
+            super().__exit__(kind, error, traceback)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reason = _METHODS.get(func)

@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
+from ..compat.backend_name import GROUP, NAME, VALUE
 from ..config import Config, runner_reason
 from ..counting import counters
 from ..errors import Dsv4Error
+from ..version import __version__
 
 LEAST_TORCH = (2, 11)
-ENTRY_POINT = ("torch_dynamo_backends", "dsv4_piecewise")
+DISTRIBUTION = "dsv4-compile"
+ENTRY_POINT = (GROUP, NAME)
 NOT_RUN = "the cuda engine has not run on a GPU yet (docs/hardware.md)"
 
 
@@ -72,11 +75,11 @@ def diagnose() -> Diagnosis:
         facts=(
             ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
             ("torch", torch.__version__),
-            ("dsv4_compile", version_of("dsv4-compile")),
+            ("dsv4_compile", version_of(DISTRIBUTION)),
             ("transformers", version_of("transformers")),
             ("device", describe_devices()),
             ("engine", "auto: host for CPU inputs" + (", cuda for CUDA inputs" if "cuda" in devices else "")),
-            ("entry point", missing_entry_point() or f"found: torch.compile(model, backend={ENTRY_POINT[1]!r})"),
+            ("entry point", describe_entry_point()),
             ("runner", f"{config.resolved_runner} ({runner_reason(config)})"),
             ("region", f"{config.resolved_region} (the default of {config.resolved_runner})"),
             ("pieces", ", ".join(f"{config.resolved_piece_compiler(device)} on {device}" for device in devices)),
@@ -88,11 +91,27 @@ def diagnose() -> Diagnosis:
 
 
 def version_of(distribution: str) -> str:
-    """The version of an installed distribution, which is not imported."""
+    """The version of a distribution, which is not imported; that of this package also where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return __version__ if distribution == DISTRIBUTION else "not installed"
+
+
+def is_installed() -> bool:
+    """Whether this package is installed, or a folder on the path."""
+    try:
+        metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def describe_entry_point() -> str:
+    """How torch finds the backend by its name."""
+    if not is_installed():
+        return f"not installed: import dsv4_compile before torch.compile(model, backend={ENTRY_POINT[1]!r})"
+    return missing_entry_point() or f"found: torch.compile(model, backend={ENTRY_POINT[1]!r})"
 
 
 def describe_devices() -> str:
@@ -121,12 +140,12 @@ def old_torch(version: str) -> str | None:
 
 
 def missing_entry_point() -> str | None:
-    """Why torch would not find the backend by its name, or None."""
+    """Why torch would not find the backend by its name, or None; where it is not installed, importing it is enough."""
     group, name = ENTRY_POINT
     found = [point.value for point in metadata.entry_points(group=group, name=name)]
-    if not found:
-        return f"no entry point {name!r}: install the package (pip install -e .), a folder on the path is not enough"
-    others = [value for value in found if value != "dsv4_compile.backend:dsv4_piecewise"]
+    if not found and is_installed():
+        return f"no entry point {name!r}: install the package again (pip install -e .), what is installed has none"
+    others = [value for value in found if value != VALUE]
     return f"another package has an entry point {name!r}: {others[0]}" if others else None
 
 

@@ -30,7 +30,9 @@ from .choose_regions import choose_regions
 from .cut_subgraphs import cut_subgraphs
 from .decompose_sizes import decompose_sizes
 from .find_duplicates import find_duplicates
+from .fuse_transforms import fuse_transforms
 from .infer_effects import infer_effects
+from .inline_bodies import inline_bodies
 from .lift_size_checks import lift_size_checks
 from .move_nodes import move_nodes
 from .partition_graph import partition_graph as partition_graph
@@ -63,6 +65,8 @@ def traced_passes(
             with given sizes.
     """
     return (
+        inline_bodies,
+        fuse_transforms,  # after bodies, which may have transforms in them
         resolve_targets,
         scope_modes,
         decompose_sizes,

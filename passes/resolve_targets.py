@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..compat.dispatch import OpOverload, OpOverloadPacket, op_name, pytree, resolve_overload
+from ..compat.functorch import is_transform_node
 from ..errors import UnsupportedInputError, UnsupportedTransformError
 from ..graph.source_lines import where
 from ..graph.traced import TracedGraph
@@ -45,8 +46,7 @@ def resolve_targets(traced: TracedGraph) -> TracedGraph:
 
 
 def _refuse_transform(node: fx.Node) -> None:
-    module = getattr(node.target, "__module__", None) or ""
-    if module.startswith(("torch._functorch", "torch._C._functorch")):
+    if is_transform_node(node):
         raise UnsupportedTransformError(
             f"{node.name} belongs to a torch.func transform ({where(node)}), whose levels span several nodes and "
             "cannot be cut into pieces: call the transform from inside of a registered split op"

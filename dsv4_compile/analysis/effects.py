@@ -13,6 +13,7 @@ from torch import fx
 
 from ..compat.dispatch import OpOverload, TorchDispatchMode, op_name, pytree
 from ..errors import AliasingOpError
+from ..graph.fused_call import FusedCall
 from ..graph.op_properties import (
     ALLOCATIONS,
     OWN_NAMESPACES,
@@ -274,7 +275,7 @@ def _is_foreign_function(node: fx.Node) -> bool:
     """A plain Python function from outside of torch, let in by `allow_in_graph`: what else it does is unknown."""
     module = getattr(node.target, "__module__", None) or ""
     known = module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "math", "")
-    return node.op == "call_function" and not known and not isinstance(node.target, OpOverload)
+    return node.op == "call_function" and not known and not isinstance(node.target, (OpOverload, FusedCall))
 
 
 def _target_name(node: fx.Node) -> str:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..compat.dispatch import HigherOrderOperator, OpOverload, op_name, pytree
 from ..compat.symbols import expr_of
+from ..graph.fused_call import FusedCall
 from ..graph.op_properties import bind_arguments
 from ..graph.traced import TensorMeta, TracedGraph
 from ..ops.registry import find_op
@@ -22,7 +23,7 @@ def token_count(traced: TracedGraph) -> sympy.Expr | None:
     Without a split op: dim 0 of the first tensor input that is not static.
     """
     for node in traced.compute_nodes():
-        if why_split(traced, node) and not isinstance(node.target, HigherOrderOperator):
+        if why_split(traced, node) and not isinstance(node.target, (HigherOrderOperator, FusedCall)):
             tokens = _tokens_of_call(traced, node)
             if tokens is None or tokens.free_symbols <= traced.symbols.keys():
                 return tokens  # a split op on rows that data selects is no measure of the batch

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hf_layers import LIMITS, RUNNERS, hf_layer, make_prompts, our_layer
 from hf_models import YARN, random_hf_model, save_as_released, tiny_hf_config
 from torch import Tensor, fx, nn
 from transformers import DeepseekV4ForCausalLM
@@ -19,24 +19,7 @@ from dsv4_compile.integrations.transformers import SwappedModel, load, swap_atte
 from dsv4_compile.models.deepseek_v4 import DeepseekV4Attention, StepState
 from dsv4_compile.runners import ModelRunner, ModelRunnerV1, ModelRunnerV2
 
-RUNNERS = (ModelRunnerV1, ModelRunnerV2)
 LENGTHS = (1, 3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 300)
-LIMITS = {"max_num_reqs": 3, "max_num_batched_tokens": 300, "max_model_len": 400}
-
-
-@pytest.fixture(scope="module")
-def hf_model() -> DeepseekV4ForCausalLM:
-    return random_hf_model(tiny_hf_config())
-
-
-@pytest.fixture(scope="module")
-def swapped(hf_model: DeepseekV4ForCausalLM) -> SwappedModel:
-    return swap_attention(hf_model)
-
-
-def make_prompts(*lengths: int) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(128) for _ in range(length)] for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -44,40 +27,6 @@ def prompts_and_hf_answers(hf_model: DeepseekV4ForCausalLM) -> tuple[list[list[i
     prompts = make_prompts(3, 150, 1, 64, 129)
     generated = [hf_model.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False)[0] for p in prompts]
     return prompts, [tokens[len(p) :].tolist() for tokens, p in zip(generated, prompts, strict=True)]
-
-
-class Probe(nn.Module):
-    """Runs a layer on rows of `hidden` picked by position, and keeps what came out by position."""
-
-    def __init__(self, run: Any, hidden: Tensor, layer: nn.Module) -> None:
-        super().__init__()
-        self.run, self.hidden, self.layer = run, hidden, layer
-        self.out = torch.full_like(hidden, torch.nan)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, step: StepState) -> Tensor:
-        self.out[positions] = self.run(self.hidden[positions], positions, step)
-        return torch.zeros(len(input_ids), 1)
-
-
-def our_layer(swapped: SwappedModel, hidden: Tensor, chunk: int) -> Tensor:
-    """[S, hidden] of the first attention layer, prefilled in chunks."""
-    layer = swapped.language_model.model.layers[0].self_attn.attention
-    probe = Probe(layer, hidden, layer)
-    runner = ModelRunnerV1(probe, swapped.config, **{**LIMITS, "max_num_batched_tokens": chunk})
-    runner.generate([[0] * len(hidden)], 1)
-    return probe.out
-
-
-def hf_layer(model: DeepseekV4ForCausalLM, hidden: Tensor) -> Tensor:
-    """The same of transformers; without a mask of full batch dimension it would drop causality over blocks."""
-    attention, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
-    p = torch.arange(len(hidden))
-    visible = (p <= p.unsqueeze(1)) & (p > p.unsqueeze(1) - model.config.sliding_window)
-    mask = torch.zeros(1, 1, len(p), len(p)).masked_fill(~visible, float("-inf")).to(hidden.dtype)
-    embeddings = {kind: rotary(hidden, position_ids=p.unsqueeze(0), layer_type=kind) for kind in ("main", "compress")}
-    with torch.no_grad():
-        out = attention(hidden[None], position_embeddings=embeddings, position_ids=p[None], attention_mask=mask)[0]
-    return out[0]
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hf_layers import LIMITS, RUNNERS, hf_layer, make_prompts, our_layer
 from hf_models import random_hf_model, tiny_hf_config
-from test_transformers import LIMITS, RUNNERS, hf_layer, make_prompts, our_layer
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 

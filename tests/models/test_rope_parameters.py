@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import tiny_hf_config
-from test_model_config import RELEASED
+from released_configs import RELEASED
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 

@@ -23,6 +23,16 @@ LENGTHS = (1, 3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 300)
 
 
 @pytest.fixture(scope="module")
+def hf_model() -> DeepseekV4ForCausalLM:
+    return random_hf_model(tiny_hf_config())
+
+
+@pytest.fixture(scope="module")
+def swapped(hf_model: DeepseekV4ForCausalLM) -> SwappedModel:
+    return swap_attention(hf_model)
+
+
+@pytest.fixture(scope="module")
 def prompts_and_hf_answers(hf_model: DeepseekV4ForCausalLM) -> tuple[list[list[int]], list[list[int]]]:
     prompts = make_prompts(3, 150, 1, 64, 129)
     generated = [hf_model.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False)[0] for p in prompts]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
-from hf_models import random_hf_model, tiny_hf_config
 from torch import Tensor, nn
 from transformers import DeepseekV4ForCausalLM
 
-from dsv4_compile.integrations.transformers import SwappedModel, swap_attention
+from dsv4_compile.integrations.transformers import SwappedModel
 from dsv4_compile.models.deepseek_v4 import StepState
 from dsv4_compile.runners import ModelRunnerV1, ModelRunnerV2
 
@@ -19,16 +17,6 @@ RUNNERS = (ModelRunnerV1, ModelRunnerV2)
 
 
 LIMITS = {"max_num_reqs": 3, "max_num_batched_tokens": 300, "max_model_len": 400}
-
-
-@pytest.fixture(scope="module")
-def hf_model() -> DeepseekV4ForCausalLM:
-    return random_hf_model(tiny_hf_config())
-
-
-@pytest.fixture(scope="module")
-def swapped(hf_model: DeepseekV4ForCausalLM) -> SwappedModel:
-    return swap_attention(hf_model)
 
 
 def make_prompts(*lengths: int) -> list[list[int]]:

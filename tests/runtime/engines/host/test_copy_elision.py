@@ -125,8 +125,9 @@ def test_a_copy_to_what_is_read_in_between_stays():
 
 
 def test_a_copy_to_what_the_kernel_reads_stays():
-    state, turn = numbers().view(2, 2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    assert replayed(lambda: state.copy_(state @ turn), state) == [[2, 1], [4, 3]]
+    # torch refuses to gather into what it gathers from, whatever the processor; a matrix product may come out right
+    state, turn = numbers(), torch.tensor([1, 0, 3, 2])
+    assert replayed(lambda: state.copy_(state.gather(0, turn)), state) == [2, 1, 4, 3]
 
 
 def test_a_copy_to_what_overlaps_a_reader_stays():

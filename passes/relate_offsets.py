@@ -22,7 +22,9 @@ from torch import Tensor, fx
 
 from ..analysis.sizes import bytes_needed
 from ..compat.symbols import build_expr, expr_of
+from ..errors import UnsupportedInputError
 from ..graph.op_properties import strided_name
+from ..graph.source_lines import where
 from ..graph.traced import Effects, Provenance, TensorMeta, TracedGraph
 
 # The arguments of each in order, as torch names them.
@@ -47,8 +49,27 @@ def relate_offsets(traced: TracedGraph) -> TracedGraph:
         base = _argument(node, names, "input")
         meta = effects[base].result if isinstance(base, fx.Node) else None
         if isinstance(meta, TensorMeta) and traced.storages[meta.storage] is Provenance.ACTIVATION:
-            _relate(traced, node, names, meta, effects)
+            _relate(traced, node, names, _with_known_offset(traced, node, base), effects)
     return replace(traced, effects=effects)
+
+
+def _with_known_offset(traced: TracedGraph, node: fx.Node, base: fx.Node) -> fx.Node:
+    """The base, or where data chooses its offset the next thing it is a view of: both are in one storage."""
+    origin, storage = base, traced.storage_of(base)
+    while not _knows_offset(traced, origin):
+        views = [arg for arg in origin.all_input_nodes if traced.storage_of(arg) == storage]
+        if not views:
+            raise UnsupportedInputError(
+                f"{node.name} counts from the start of a storage in which data chooses the place of {base.name} "
+                f"({where(node)}): use torch.narrow, or index with a tensor"
+            )
+        origin = views[0]
+    return origin
+
+
+def _knows_offset(traced: TracedGraph, node: fx.Node) -> bool:
+    meta = traced.effects[node].result
+    return isinstance(meta, TensorMeta) and traced.knows(meta.offset)
 
 
 def _argument(node: fx.Node, names: Sequence[str], name: str) -> Any:
@@ -60,18 +81,24 @@ def _argument(node: fx.Node, names: Sequence[str], name: str) -> Any:
 
 
 def _relate(
-    traced: TracedGraph, node: fx.Node, names: Sequence[str], meta: TensorMeta, effects: dict[fx.Node, Effects]
+    traced: TracedGraph, node: fx.Node, names: Sequence[str], origin: fx.Node, effects: dict[fx.Node, Effects]
 ) -> None:
-    """Let a call count from its base, which begins at an offset of its own storage."""
+    """Let a call count from `origin`, its base or what that is a view of, which begins at an offset of a storage."""
+    meta = effects[origin].result
+    assert isinstance(meta, TensorMeta), "what a tensor is a view of is a tensor"
     graph, known = traced.gm.graph, set(traced.gm.graph.nodes)
     offset = _argument(node, names, "storage_offset")
     with graph.inserting_before(node):
         start = build_expr(expr_of(meta.offset), traced.symbols, graph)
+        if "src" in names and origin is not _argument(node, names, "input"):
+            raise UnsupportedInputError(
+                f"{node.name} scatters into a view that data chooses ({where(node)}): write to it in place instead"
+            )
         if "src" in names:
             _scatter_from(node, names, start, offset)
         elif offset is not None:
             distance = graph.call_function(operator.sub, (offset, start))
-            own = graph.call_method("storage_offset", (_argument(node, names, "input"),))
+            own = graph.call_method("storage_offset", (origin,))
             _set_offset(node, names, graph.call_function(operator.add, (own, distance)))
     effects.update({made: Effects() for made in graph.nodes if made not in known})
 

@@ -11,6 +11,7 @@ from toy_ops import SPLIT
 
 import dsv4_compile
 from dsv4_compile import counters
+from dsv4_compile.errors import UnsupportedInputError
 
 toy = torch.ops.toy
 
@@ -77,7 +78,19 @@ def narrowed(n, y):
     return y.narrow(0, n, 1).t().contiguous()
 
 
-@pytest.mark.parametrize("use", [row, slices, made, repeated, narrowed])
+def strided_around_a_row(n, y):
+    chosen = (y * 2)[n]
+    return torch.as_strided(chosen, (2,), (1,), 3) + chosen
+
+
+def view_where_there_is_one_row(n, y):
+    made = torch.ones(n, 2)
+    return made.t().contiguous(), torch.stack([made.sum(), y.sum()])
+
+
+@pytest.mark.parametrize(
+    "use", [strided_around_a_row, view_where_there_is_one_row, row, slices, made, repeated, narrowed]
+)
 def test_a_number_of_the_data_decides_what_is_computed(use):
     def f(x, y):
         n = x.sum().item()
@@ -185,3 +198,14 @@ def test_max_tokens_bounds_an_unbacked_size():
         wanted, _ = outcome(gemm, (unbacked(n, 4), torch.ones(4, 4)))
         assert torch.equal(given, wanted)
     assert counters.captures == 1
+
+
+def test_scattering_into_a_view_that_data_chooses_is_refused():
+    def f(x, y):
+        n = x.sum().item()
+        torch._check(n >= 0)
+        torch._check(n < y.shape[0])
+        return torch.as_strided_scatter((y * 2)[n], torch.zeros(1), (1,), (1,), 3)
+
+    with pytest.raises(UnsupportedInputError, match="scatters into a view that data chooses .*test_data_sizes.py"):
+        compile_piecewise(f)(torch.tensor([1]), torch.randn(7, 2))

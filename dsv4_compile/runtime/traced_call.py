@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compat import functorch
 from ..compat.dynamo import GUARDS_STRIDES
 from ..compat.symbols import is_unbacked
 from ..counting import counters
@@ -92,5 +93,10 @@ class TracedCall:
         return result
 
     def _run(self, args: Sequence[Any]) -> Any:
-        with offering(None), profiler_range("traced graph"):
-            return self._traced.original(*args)
+        depth = functorch.depth()
+        try:
+            with offering(None), profiler_range("traced graph"):
+                return self._traced.original(*args)
+        except BaseException:
+            functorch.leave_to(depth)
+            raise

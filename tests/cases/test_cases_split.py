@@ -302,7 +302,7 @@ def test_b46_constant_tensor_in_two_pieces(setup: Setup) -> None:
 
 
 @everywhere
-def test_b46_checkpoint_with_a_split_op_inside_runs_eager(setup: Setup) -> None:
+def test_b46_checkpoint_with_a_split_op_inside_is_captured_around_it(setup: Setup) -> None:
     def body(h):
         return toy.fresh(h.sin()) + 1
 
@@ -313,7 +313,7 @@ def test_b46_checkpoint_with_a_split_op_inside_runs_eager(setup: Setup) -> None:
     check(setup, f, x_only)
     plan = setup.explain(f, rows(8))
     assert kinds(plan) == "prp"
-    assert reasons(plan) == {"fresh": "split op"}
+    assert reasons(plan) == {"toy::fresh": "split op"}
 
 
 @everywhere

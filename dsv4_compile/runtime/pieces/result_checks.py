@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ...analysis.eager_reasons import custom_ops, has_unknown_size
 from ...compat.dispatch import OpOverload, op_name, pytree
 from ...errors import AliasingOpError, LayoutMismatchError
 from ...graph.source_lines import where
@@ -82,11 +83,25 @@ def check_fresh(traced: TracedGraph, node: fx.Node, value: Any, taken: Any) -> N
     promised = pytree.tree_leaves(traced.effects[node].result)
     for tensor, meta in zip(pytree.tree_leaves(value), promised, strict=False):
         is_fresh = isinstance(meta, TensorMeta) and meta.storage in traced.effects[producer].makes
+        if is_fresh and _may_be_a_view(traced, node, producer):
+            continue
         if is_fresh and isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
             raise AliasingOpError(
                 f"op {_name(producer)} returned memory of an argument, but its schema promises a fresh tensor "
                 f"({where(producer)}): return nothing, return a clone, or declare the alias"
             )
+
+
+def _may_be_a_view(traced: TracedGraph, node: fx.Node, producer: fx.Node) -> bool:
+    """Data decides the size of a result of torch's own, and nobody writes it, or what it was made from, afterwards.
+
+    Of one row `x.t().contiguous()` is `x` itself; it is made and used by eager ops alone, which see what eager ones do.
+    """
+    if custom_ops(traced, producer) or not has_unknown_size(traced, traced.effects[node].result):
+        return False
+    nodes = list(traced.effects)
+    later = traced.written_by(nodes[nodes.index(producer) + 1 :])
+    return not later & {traced.storage_of(each) for each in (node, *producer.all_input_nodes)}
 
 
 def _name(node: fx.Node) -> str:

@@ -205,7 +205,7 @@ def test_scattering_into_a_view_that_data_chooses_is_refused():
         n = x.sum().item()
         torch._check(n >= 0)
         torch._check(n < y.shape[0])
-        return torch.as_strided_scatter((y * 2)[n], torch.zeros(1), (1,), (1,), 3)
+        return torch.as_strided_scatter((y * 2)[n], torch.zeros(1), (1,), (1,), 1)
 
-    with pytest.raises(UnsupportedInputError, match=r"scatters into a view that data chooses .*test_data_sizes\.py"):
+    with pytest.raises(UnsupportedInputError, match="scatters into a view that data chooses"):
         compile_piecewise(f)(torch.tensor([1]), torch.randn(7, 2))

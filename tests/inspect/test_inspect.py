@@ -65,8 +65,8 @@ def test_dump_dir_holds_every_stage(tmp_path: Path) -> None:
         "report.html",
     ]
     assert names[0] == "00_dynamo.py"
-    assert names[1] == "01_resolve_targets.py"
-    assert (folder / "03_decompose_sizes.py").read_text().startswith("# decompose_sizes: ")
+    assert names[1] == "01_inline_bodies.py"
+    assert (folder / "05_decompose_sizes.py").read_text().startswith("# decompose_sizes: ")
     assert "_copy_in(args[2])" in (folder / "program_5_4.py").read_text()
     assert json.loads((folder / "plan.json").read_text())["units"][1]["ops"][0]["reason"] == "split op"
 

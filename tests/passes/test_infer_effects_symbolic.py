@@ -12,8 +12,7 @@ from runtime_helpers import compile_host
 from torch import Tensor
 from torch.nn import functional
 
-from dsv4_compile.graph.partitioned import PartitionedGraph
-from dsv4_compile.graph.traced import FakeInputs
+from dsv4_compile.graph.traced import FakeInputs, TracedGraph
 
 MODULE = importlib.import_module("dsv4_compile.passes.infer_effects")
 
@@ -41,11 +40,11 @@ COMPOSITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_a_composite_op_behind_a_change_of_metadata(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_composite_op_after_a_change_of_metadata(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
-    run = MODULE._run
+    run = MODULE.run_on_fakes
 
-    def watched(graph: PartitionedGraph, fake_inputs: FakeInputs) -> PartitionedGraph:
+    def watched(graph: TracedGraph, fake_inputs: FakeInputs) -> TracedGraph:
         runs.append(fake_inputs.concrete)
         return run(graph, fake_inputs)
 
@@ -54,7 +53,7 @@ def test_a_composite_op_behind_a_change_of_metadata(name: str, monkeypatch: pyte
         turned.t_()  # what the trace keeps of the clone is the turned one
         return COMPOSITES[name](x, w), turned
 
-    monkeypatch.setattr(MODULE, "_run", watched)
+    monkeypatch.setattr(MODULE, "run_on_fakes", watched)
     compiled: Any = compile_host(program)
     w = torch.randn(4, 4)
     with torch.no_grad():

@@ -134,7 +134,7 @@ def test_strides_of_weights_are_looked_at_where_dynamo_does_not(monkeypatch: pyt
         return graphs[-1]
 
     monkeypatch.setattr("dsv4_compile.runtime.program.keys.GUARDS_STRIDES", False)
-    monkeypatch.setattr("dsv4_compile.runtime.pieces.pieces.GUARDS_STRIDES", False)
+    monkeypatch.setattr("dsv4_compile.runtime.traced_call.GUARDS_STRIDES", False)
     linear, x = nn.Linear(4, 4, bias=False), torch.randn(5, 4)
     with torch.no_grad():
         torch.compile(linear, backend=backend, fullgraph=True, dynamic=False)(x)

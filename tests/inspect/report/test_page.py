@@ -201,7 +201,7 @@ def test_passes_say_what_they_are_for_and_what_they_changed(dump: Path) -> None:
     first, second = graph.stages[:2]
     changed = dataclasses.replace(second, code=second.code.replace("fresh", "stale"), nodes=9, delta=-2)
     page = Page(render_report([dataclasses.replace(graph, stages=(first, changed))]))
-    assert "resolve_targets9 nodes (-2), changed" in page.by_id("graph_0")
+    assert f"{second.name}9 nodes (-2), changed" in page.by_id("graph_0")
     assert any("toy.fresh" in text for _, text in page.of_class("minus"))
     assert any("toy.stale" in text for _, text in page.of_class("plus"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile.runtime.engines import base as engine
+from dsv4_compile.runtime.engines import select as engine
 from dsv4_compile.runtime.engines.cuda import engine as cuda
 from dsv4_compile.runtime.engines.select import engine_for
 

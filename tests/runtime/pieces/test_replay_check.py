@@ -231,7 +231,7 @@ def test_a_piece_that_only_draws_is_checked_with_the_random_state_of_its_device(
     with FakeTensorMode():
         slot = torch.empty(3, device="cuda")
     graph: Any = SimpleNamespace(written_by=lambda unit: frozenset(), inputs=())
-    unit: Any = SimpleNamespace(name="piece_0", inputs=(), outputs=(SimpleNamespace(name="drawn"),))
+    unit: Any = SimpleNamespace(name="piece_0", nodes=(), inputs=(), outputs=(SimpleNamespace(name="drawn"),))
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
     monkeypatch.setattr(CheckedReplay, "_compare", lambda *_: None)
     CheckedReplay(graph, unit, lambda: [slot], [], [slot], lambda: None)()

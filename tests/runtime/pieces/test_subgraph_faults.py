@@ -171,7 +171,7 @@ def test_a_replay_asks_nothing_about_parts(monkeypatch: pytest.MonkeyPatch) -> N
         trial = Trial(**PARTED)
     for _ in range(2):
         trial.call()
-    for owner, name in ((pieces.Pieces, "for_call"), (Aliasing, "is_new"), (pieces.SubgraphPiece, "fill")):
+    for owner, name in ((pieces.Pieces, "for_call"), (Aliasing, "differs"), (pieces.SubgraphPiece, "fill")):
         monkeypatch.setattr(owner, name, lambda *args: pytest.fail("asked in a replay"))
     with counters.expect(replays=2, captures=0, uncaptured_calls=0):
         for _ in range(2):

@@ -9,7 +9,7 @@ How each rule comes about:
 | ops implemented in Python are looked into | `op_kinds`: their body runs once, its ops are recorded |
 | the host code of the recorded callable never runs again | a replay is a list of bound kernels |
 | what needs a value on the host is refused, with the line | `sync_guard` |
-| results are laid out as kernels do it | `layout_watch`: where meta kernels differ, a warm-up tells |
+| results are laid out as kernels do it | `layout_watch`: a warm-up tells where meta kernels differ |
 | addresses and numbers are baked | `launch`: operands are aliases made while recording |
 | memory of dead temporaries is reused by later captures | `pool` |
 | work of two streams is ordered by events alone | `race_checker`: conflicts that are not are refused |
@@ -85,7 +85,7 @@ class HostEngine:
 
     def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> str | None:
         """See `Engine.warm_up`; one stream after the other."""
-        watch = LayoutWatch()
+        watch = LayoutWatch(self._meta_cache)
         with watch:
             run()
         return watch.other_op

@@ -1,8 +1,9 @@
 """Whether kernels lay out their results as meta kernels say; looked at in warm-ups, where both can be asked.
 
 A recorder runs no kernel, so it takes sizes, strides and dtypes of results from meta kernels. A few of these differ
-from the CPU kernel (`max_unpool2d` of a channels-last tensor, `native_batch_norm` in eval mode). What is recorded after
-such an op would be laid out otherwise than in eager, and a strided view of it would show other elements.
+from the CPU kernel (`max_unpool2d` and `convolution` of channels-last tensors, `native_batch_norm` in eval mode). What
+is recorded after such an op would be laid out otherwise than in eager, and a strided view of it would show other
+elements. So what the kernel gave is kept, and the recorder goes by it. An op for which that cannot be done is named.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ....compat.dispatch import (
     call_composite_kernel,
     op_name,
 )
-from ....compat.thread_state import NoDispatchModes
+from ....compat.thread_state import OutsideInferenceMode
 from ....graph.op_properties import OWN_NAMESPACES
+from .meta_cache import MetaCache
 from .op_kinds import OpKind, kind_of
 from .result_meta import MetaArguments, is_meta_tensor, on_meta
 from .tree import leaves_of
@@ -30,14 +32,18 @@ _INFERRED = (OpKind.LAUNCH, OpKind.ALLOCATION, OpKind.FILL)
 class LayoutWatch(TorchDispatchMode):
     """Runs every op, and compares what ops of torch's own give with what their meta kernels say.
 
+    Args:
+        meta_cache: is told what differs.
+
     Attributes:
-        other_op: "ns::op.overload" of the first that differs, or None.
+        other_op: "ns::op.overload" of the first that differs and cannot be kept, or None.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, meta_cache: MetaCache) -> None:
         super().__init__()
+        self._meta_cache = meta_cache
         self.other_op: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +61,9 @@ class LayoutWatch(TorchDispatchMode):
             said = _said_by_meta(func, args, kwargs)  # before, since the op may change its arguments
         result = func(*args, **kwargs)
         if said is not None and any(map(_differ, leaves_of(result), said)):
-            self.other_op = op_name(func)
+            with NoFunctionModes(), OutsideInferenceMode():
+                if not self._meta_cache.keep_real(func, args, kwargs, result):
+                    self.other_op = op_name(func)
         return result
 
 
@@ -63,8 +71,7 @@ def _said_by_meta(func: OpOverload, args: Any, kwargs: Any) -> list[Any] | None:
     """Leaves of what the meta kernel gives; None if it cannot be asked, which a recorder refuses with its reason."""
     meta = MetaArguments()
     try:
-        with NoDispatchModes():
-            return list(leaves_of(func(*meta.of(args), **meta.of(on_meta(func, kwargs)))))
+        return list(leaves_of(func(*meta.of(args), **meta.of(on_meta(func, kwargs)))))
     except Exception:
         return None
 

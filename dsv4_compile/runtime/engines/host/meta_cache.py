@@ -6,6 +6,9 @@ them are in the key. Ops of others are asked anew each time: their fakes may loo
 
 - new tensors, on the meta device; they are only ever looked at
 - "its arguments", of an op that writes and returns nothing else, such as `add_`; not where it had to resize one
+
+A third kind is none of a meta kernel: what the kernel itself gave in a warm-up, where the two differ (`layout_watch`).
+It comes before the others and is never dropped, since a capture relies on it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from ....compat.dispatch import OpOverload
 from .result_meta import is_meta_tensor, returned_arguments
-from .tree import leaves_of
+from .tree import leaves_of, map_leaves
 
 # Keys kept; host scalars among the arguments make new ones without end.
 MOST = 4096
@@ -31,9 +34,20 @@ class MetaCache:
 
     def __init__(self) -> None:
         self._known: dict[Key, object] = {}
+        self._real: dict[Key, object] = {}
+
+    def keep_real(self, func: OpOverload, args: Any, kwargs: Any, results: Any) -> bool:
+        """Keep what a kernel gave, if these are new tensors; False if nobody would look it up. Needs no lock."""
+        if func._schema.is_mutable or key_of_call(func, args, kwargs) is None:
+            return False
+        self._real[_key_of_real(func, args, kwargs)] = map_leaves(_on_meta, Tensor, results)
+        return True
 
     def get(self, key: Key | None, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """What the op returns, as for `keep`; None if it is not known."""
+        real = self._real.get(_key_of_real(func, args, kwargs)) if self._real and key is not None else None
+        if real is not None:
+            return real
         known = None if key is None else self._known.get(key)
         return returned_arguments(func, args, kwargs) if known is _ITS_ARGUMENTS else known
 
@@ -61,6 +75,21 @@ def key_of_call(func: OpOverload, args: Any, kwargs: Any) -> Key | None:
     except TypeError:  # a symbolic size
         return None
     return key
+
+
+def _key_of_real(func: OpOverload, args: Any, kwargs: Any) -> Key:
+    """As above, but for strides where a size is 1: in a capture they are those of the plan, in a warm-up any."""
+    args, kwargs = map_leaves(_with_plain_strides, Tensor, (args, kwargs))
+    return (func, _frozen(args), _frozen(kwargs))
+
+
+def _with_plain_strides(tensor: Tensor) -> tuple[Hashable, ...]:
+    steps = [step if size > 1 else None for size, step in zip(tensor.size(), tensor.stride(), strict=True)]
+    return (*tensor.size(), *steps, tensor.dtype)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _returns_only_arguments(func: OpOverload) -> bool:

@@ -47,9 +47,9 @@ def _why_unused(traced: TracedGraph, unit: Unit) -> str | None:
 
 
 def _why_lazy_value(traced: TracedGraph, unit: Unit) -> str | None:
-    """What it takes or gives is conjugated or negated only when it is read, of which compiled code knows nothing."""
+    """A value is conjugated or negated only when it is read: compiled code does not know, or not how to write it."""
     names = {graph_input.node: graph_input.name for graph_input in traced.inputs}
-    for node in (*unit.inputs, *unit.outputs):
+    for node in (*unit.inputs, *unit.body):
         meta = traced.effects[node].result
         if isinstance(meta, TensorMeta) and (meta.conj or meta.neg):
             return f"{names.get(node, node.name)} is conjugated or negated when it is read"

@@ -102,8 +102,8 @@ def test_a_value_is_not_computed_again_behind_an_op_that_changed_its_source() ->
 def test_without_the_cut_inductor_does_compute_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should this one fail, Inductor has been repaired and the cut at mutating ops may be given up."""
     cutting = importlib.import_module("dsv4_compile.passes.cut_subgraphs")  # the package has a function of that name
-    monkeypatch.setattr(cutting, "custom_ops", lambda graph, node: [])
-    monkeypatch.setattr(cutting, "_overwritten", lambda graph, nodes: [()] * len(nodes))
+    monkeypatch.setattr("dsv4_compile.analysis.uncompiled_reasons.custom_ops", lambda traced, node: [])
+    monkeypatch.setattr(cutting, "_conflicts", lambda traced, nodes: [()] * len(nodes))
     options = {"engine": "off", "piece_compiler": "inductor"}
     compiled = torch.compile(put_then_use, backend="dsv4_piecewise", dynamic=True, options=options)
     x, cache = torch.randn(8, 4), torch.randn(16, 4)

@@ -147,7 +147,7 @@ def test_a_value_is_what_it_was_before_its_source_was_overwritten(compiler: str,
 def test_without_the_cut_inductor_takes_the_overwritten_value(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should this one fail, Inductor has been repaired and the cut may be given up."""
     cutting = importlib.import_module("dsv4_compile.passes.cut_subgraphs")  # the package has a function of that name
-    monkeypatch.setattr(cutting, "_overwritten", lambda graph, nodes: [()] * len(nodes))
+    monkeypatch.setattr(cutting, "_conflicts", lambda traced, nodes: [()] * len(nodes))
     x = rows(5)
     expected = model(x.clone())
     with torch.no_grad():

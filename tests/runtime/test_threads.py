@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from case_helpers import rows
+from hooks import HOOK, expected, hooked, set_hook, toy
 from runtime_helpers import call_often, captured_sizes, compile_host, entries, the_owner
 from torch import Tensor, fx
 from toy_ops import Host
@@ -21,9 +22,6 @@ from dsv4_compile.compat.dynamo import module_of
 from dsv4_compile.runtime import captured
 from dsv4_compile.runtime.engines.host.engine import HostEngine
 
-toy = torch.ops.toy
-HOOK = {"split_ops": ("toy::hook", "toy::fresh")}
-
 
 @pytest.fixture(autouse=True)
 def plain_hook() -> Iterator[None]:
@@ -31,24 +29,6 @@ def plain_hook() -> Iterator[None]:
     before = Host.function
     yield
     Host.function = before
-
-
-def set_hook(function: Callable[[Tensor], Tensor]) -> None:
-    Host.function = staticmethod(function)
-
-
-def hooked(x: Tensor) -> Tensor:
-    """Values live over the hook, in the workspace: a, b and their sum."""
-    a, b = x.sin(), x.cos()
-    h = a + b
-    out = torch.empty_like(h)
-    toy.hook(h, out)
-    return toy.fresh(out * a) + b + x
-
-
-def expected(x: Tensor) -> Tensor:
-    out = 2 * (x.sin() + x.cos())
-    return 2 * (out * x.sin()) + x.cos() + x
 
 
 def call(compiled: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

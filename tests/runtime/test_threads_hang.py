@@ -12,7 +12,9 @@ from repository import SUPPORT
 MUTUAL = """
     import threading
     import torch
-    from test_threads import HOOK, compile_host, hooked, rows, set_hook
+    from case_helpers import rows
+    from hooks import HOOK, hooked, set_hook
+    from runtime_helpers import compile_host
 
     first, second = (compile_host(lambda x, k=k: hooked(x) * k, **HOOK) for k in (2, 3))
     with torch.no_grad():
@@ -48,7 +50,9 @@ POOL = """
     import os
     import threading
     import torch
-    from test_threads import HOOK, compile_host, expected, hooked, rows, set_hook
+    from case_helpers import rows
+    from hooks import HOOK, expected, hooked, set_hook
+    from runtime_helpers import compile_host
 
     compiled = compile_host(hooked, **HOOK)
     with torch.no_grad():

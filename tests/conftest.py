@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--places", type=int, default=150, help="at how many places the exhaustive test interrupts a call")
     parser.addoption("--programs", type=int, default=150, help="how many programs the long property test draws")
     parser.addoption(
         "--piece-compiler",
@@ -54,6 +55,13 @@ def mark_all_but_a_sample(items: list[pytest.Item]) -> None:
     """
     numbers: Counter[str] = Counter()
     for item in items:
+        given = (
+            item.callspec.params.get("setup")
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else None
+        )
+        if isinstance(given, Setup) and (given.engine, given.runner) == ("off", "mrv2"):
+            item.add_marker(pytest.mark.exhaustive)  # three of the four pairs are left, and each value in one of them
         marker = item.get_closest_marker("sampled")
         if marker is not None:
             name = item.nodeid.partition("[")[0]

@@ -56,6 +56,7 @@ def run(cache: Path, changed: str, cut: str = "cut") -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.inductor
 @pytest.mark.timeout(300)
 def test_the_second_process_starts_warm_and_a_changed_schema_gives_the_right_numbers(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def sizes_of(graph: PartitionedGraph, tokens: int) -> Sizes:
 POLICY_OPTIONS = [{"runner": runner, "region": region} for runner, region in POLICIES.values()]
 
 
-@pytest.fixture(scope="module", params=[3, 61])
+@pytest.fixture(scope="module", params=[3, pytest.param(61, marks=pytest.mark.exhaustive)])
 def stack_plans(request: pytest.FixtureRequest) -> tuple[int, list[PartitionedGraph]]:
     stack, inputs = stack_and_inputs(request.param)
     return request.param, plans_of(stack, inputs, POLICY_OPTIONS)
@@ -232,6 +232,7 @@ def crossing(graph: PartitionedGraph) -> set[fx.Node]:
     return {node for node in own if isinstance(graph.traced.effects[node].result, TensorMeta)}
 
 
+@pytest.mark.exhaustive
 def test_layers_share() -> None:
     """11 layers need what 3 need, whatever the policy."""
     needed = []

@@ -49,6 +49,7 @@ def test_dispatch() -> None:
     assert column(table, "of eager")[1] == "1.00"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.inductor
 def test_dispatch_with_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = '{"version": "1.2", "torch": "2.13", "eager": 2e-5, "seconds": {"vLLM piecewise": 3e-5}}'
@@ -68,6 +69,7 @@ def test_dispatch_says_which_peer_takes_less() -> None:
     assert dispatch.verdict({"torch.compile": 0.9, "ours": 0.7}, "ours") == f"{aim}met."
 
 
+@pytest.mark.exhaustive
 def test_streams() -> None:
     (table,) = tables(streams.run(QUICK))
     assert column(table, "side streams") == ["0", "1", "3"]
@@ -103,12 +105,14 @@ def test_region_counts_what_the_counters_count() -> None:
     assert dict(zip(column(timed, ""), column(timed, "launches by hand"), strict=True)) == {"eager": "all", **planned}
 
 
+@pytest.mark.exhaustive
 def test_ttft() -> None:
     (table,) = tables(ttft.run(QUICK))
     # SWA, C4A, C128A
     assert column(table, "launches by hand") == ["all", "12", "10", "4"]
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_neither_with_layers_nor_with_captured_sizes() -> None:
     planned, captured = tables(memory.run(QUICK))
     wide, minimal = (

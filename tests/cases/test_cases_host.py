@@ -228,6 +228,7 @@ def noisy(x: Tensor) -> Tensor:
     return toy.fresh(x * mask + torch.rand_like(x)) * mask
 
 
+@pytest.mark.sampled(2)
 @everywhere_and_compiled
 def test_b53_every_call_draws_as_eager_does(setup: Setup) -> None:
     check(setup, noisy, x_only)

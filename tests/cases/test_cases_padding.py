@@ -118,6 +118,7 @@ def test_b17_the_backend_never_pads(setup: Setup, poison: float) -> None:
             pair(rows(5))
 
 
+@pytest.mark.sampled(2)
 @everywhere
 @pytest.mark.parametrize("poison", [NAN, 1e9])
 def test_b17_padded_rows_do_not_reach_real_ones(setup: Setup, poison: float) -> None:

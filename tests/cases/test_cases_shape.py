@@ -119,6 +119,7 @@ def test_b31_only_an_expression_reaches_the_last_piece(setup: Setup) -> None:
     check(setup, f, x_only, sizes=(8, 12, 16) * 3)
 
 
+@pytest.mark.sampled(2)
 @everywhere
 def test_b31_many_tiny_pieces(setup: Setup) -> None:
     def f(x):
@@ -137,6 +138,7 @@ def two_results(x: Tensor) -> tuple[Tensor, Tensor]:
     return a - b, a.sum(0)
 
 
+@pytest.mark.sampled(2)
 @everywhere
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 0, 0, 2), (1, 8, 0, 1, 1, 2), (0, 1, 8)], ids=str)
 def test_b33_one_token_and_none(setup: Setup, sizes: tuple[int, ...]) -> None:

@@ -62,6 +62,7 @@ def test_options_choose_configurations(demo: ModuleType, arguments: list[str], n
     assert demo.chosen(options.runner, options.region) == names
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_another_shape(demo: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tiny_hf_config(
         (128, 4, 4),

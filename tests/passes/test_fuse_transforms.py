@@ -110,6 +110,7 @@ def calls(program) -> list[tuple[Tensor]]:
     return [(torch.randn(n, width),) for n in (5, 5, 5, 6, 6, 5)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_results(program, options):

@@ -115,13 +115,14 @@ def test_call_after_an_interrupted_one_is_right(phase: str, options: dict[str, A
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("events", "most"), [("calls", None), ("lines", None), ("bytecodes", 3000)])
+@pytest.mark.parametrize("events", EVENTS)
 @pytest.mark.parametrize("options", [{}, UNUSUAL], ids=["defaults", "unusual"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_call_after_one_interrupted_at_every_place_is_right(
-    phase: str, options: dict[str, Any], events: str, most: int | None
+def test_call_after_one_interrupted_at_many_places_is_right(
+    phase: str, options: dict[str, Any], events: str, request: pytest.FixtureRequest
 ) -> None:
-    check_phase(Trial(**options), phase, events, KeyboardInterrupt, most)
+    """At as many as `--places` says: 100000 are all of them, and take hours."""
+    check_phase(Trial(**options), phase, events, KeyboardInterrupt, request.config.getoption("--places"))
 
 
 @pytest.mark.parametrize("phase", PHASES)

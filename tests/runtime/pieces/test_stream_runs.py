@@ -65,6 +65,7 @@ def test_the_attention_layers_in_any_order(compiler: Any, runner: str, seed: int
                 torch.testing.assert_close(cache, new)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     program=programs(),

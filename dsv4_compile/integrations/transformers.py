@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, DeepseekV4ForCausalLM
+from transformers import AutoConfig, DeepseekV4ForCausalLM, PretrainedConfig
 
 from ..errors import UnsupportedConfigError
 from ..models.deepseek_v4.attention import DeepseekV4Attention
+from ..models.deepseek_v4.checks import Values
 from ..models.deepseek_v4.compressor import Compressor
 from ..models.deepseek_v4.config import DeepseekV4Config, config_values
 from ..models.deepseek_v4.indexer import Indexer
 from ..models.deepseek_v4.shared import SharedBuffers
 from ..models.deepseek_v4.step import StepState
+
+Module = TypeVar("Module", bound=nn.Module)
+Theirs: TypeAlias = Any  # a module of transformers, whose attributes have no types for us
 
 # transformers takes masks that are made already from such a dict: this one says there is none to make
 _NO_MASK = {"sliding_attention": None}
@@ -43,7 +47,7 @@ class SwappedAttention(nn.Module):
         self.attention = attention
 
     def forward(
-        self, hidden_states: Tensor, *, position_ids: Tensor, step: StepState, **unused: Any
+        self, hidden_states: Tensor, *, position_ids: Tensor, step: StepState, **unused: object
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] to ([1, T, hidden], None); transformers' mask, cache and rotary tables are not read."""
         attended = self.attention(hidden_states.squeeze(0), position_ids.squeeze(0), step)
@@ -82,7 +86,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     experts_implementation: str | None = None,
-    **overrides: Any,
+    **overrides: object,
 ) -> SwappedModel:
     """Load a checkpoint folder through transformers and swap the attention.
 
@@ -140,7 +144,7 @@ def load_original(
     return model.to(device)
 
 
-def swap_attention(model: nn.Module, **overrides: Any) -> SwappedModel:
+def swap_attention(model: nn.Module, **overrides: object) -> SwappedModel:
     """Put our attention layers into a copy of the model's module tree that shares all weights.
 
     Cast and move the model before: afterwards a cast would make copies of the fused weights.
@@ -167,7 +171,7 @@ def swap_attention(model: nn.Module, **overrides: Any) -> SwappedModel:
     return SwappedModel(swapped, config)
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
+def _read_config(folder: Path) -> Values:
     if not folder.is_dir():
         raise FileNotFoundError(f"no checkpoint folder at {folder}")
     file = folder / "config.json"
@@ -184,14 +188,14 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _config_of_transformers(folder: Path) -> Any:
+def _config_of_transformers(folder: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except StrictDataclassError as error:
         raise UnsupportedConfigError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
 
 
-def _check_loaded(folder: Path, report: Mapping[str, Any]) -> None:
+def _check_loaded(folder: Path, report: Mapping[str, Iterable[Any]]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedConfigError(
             f"{folder}: the checkpoint lacks {len(missing)} weights, for example {missing[0]}; is a file missing?"
@@ -216,7 +220,7 @@ def _check_plain(model: nn.Module) -> None:
             raise UnsupportedConfigError(f"{name} is quantised; load with dequantize=True in the quantization_config")
 
 
-def _copy_module(module: Any) -> Any:
+def _copy_module(module: Module) -> Module:
     """The same parameters and buffers in a new module with the same children, which can then be replaced."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
@@ -225,15 +229,15 @@ def _copy_module(module: Any) -> Any:
 
 def _swap_layer(layer: nn.Module, config: DeepseekV4Config, shared: SharedBuffers) -> nn.Module:
     swapped = _copy_module(layer)
-    theirs: Any = layer.self_attn
+    theirs: Theirs = layer.self_attn
     with torch.device("meta"):
         attention = DeepseekV4Attention(config, theirs.layer_idx, shared)
     _share_attention(attention, theirs)
     swapped.self_attn = SwappedAttention(attention)
-    return swapped  # type: ignore[no-any-return]
+    return swapped
 
 
-def _share_attention(ours: DeepseekV4Attention, theirs: Any) -> None:
+def _share_attention(ours: DeepseekV4Attention, theirs: Theirs) -> None:
     ours.fused_wqa_wkv.weight = _fuse(theirs.q_a_proj.weight, theirs.kv_proj.weight)
     ours.q_norm = theirs.q_a_norm.weight
     ours.kv_norm = theirs.kv_norm.weight
@@ -247,13 +251,13 @@ def _share_attention(ours: DeepseekV4Attention, theirs: Any) -> None:
         _share_indexer(ours.indexer, theirs.compressor.indexer)
 
 
-def _share_compressor(ours: Compressor, theirs: Any) -> None:
+def _share_compressor(ours: Compressor, theirs: Theirs) -> None:
     ours.fused_wkv_wgate.weight = _fuse(theirs.kv_proj.weight, theirs.gate_proj.weight)
     ours.ape = theirs.position_bias
     ours.norm = theirs.kv_norm.weight
 
 
-def _share_indexer(ours: Indexer, theirs: Any) -> None:
+def _share_indexer(ours: Indexer, theirs: Theirs) -> None:
     ours.wq_b.weight = theirs.q_b_proj.weight
     ours.weights_proj.weight = theirs.scorer.weights_proj.weight
     _share_compressor(ours.compressor, theirs)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import UnsupportedConfigError
 
-_NUMBERS: dict[Any, tuple[Any, str]] = {"int": (int, "an integer"), "float": ((int, float), "a number")}
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Values: TypeAlias = Mapping[str, Any]  # a configuration by name, as JSON has it: nothing is checked yet
+Kind: TypeAlias = type | UnionType | tuple[type, ...]
+
+_NUMBERS: dict[str, tuple[Kind, str]] = {"int": (int, "an integer"), "float": ((int, float), "a number")}
 
 
-def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
+def check_kind(name: str, value: object, kind: Kind, words: str) -> None:
     """Refuse a value of another type; a bool is no number.
 
     Raises:
@@ -21,7 +29,7 @@ def check_kind(name: str, value: Any, kind: Any, words: str) -> None:
         raise UnsupportedConfigError(f"{name} is {value!r}; it must be {words}")
 
 
-def check_number(name: str, value: Any, type_name: str = "float") -> None:
+def check_number(name: str, value: object, type_name: str = "float") -> None:
     """Refuse what is no finite number above 0.
 
     Args:
@@ -34,11 +42,11 @@ def check_number(name: str, value: Any, type_name: str = "float") -> None:
     """
     kind, words = _NUMBERS[type_name]
     check_kind(name, value, kind, f"{words} above 0")
-    if not 0 < value < math.inf:
+    if isinstance(value, (int, float)) and not 0 < value < math.inf:
         raise UnsupportedConfigError(f"{name} is {value!r}; it must be {words} above 0")
 
 
-def check_numbers(record: Any) -> None:
+def check_numbers(record: DataclassInstance) -> None:
     """Refuse a dataclass of which a field that is declared int or float is no finite number above 0.
 
     Raises:

@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ...errors import UnsupportedConfigError, did_you_mean
-from .checks import check_kind, check_numbers
+from .checks import Kind, Values, check_kind, check_numbers
 from .rope_parameters import RopeScaling, YarnScaling, read_rope
+
+Fields: TypeAlias = dict[str, Any]  # values for the fields of the configuration, which checks them itself
 
 KV_CACHE_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -116,7 +118,7 @@ class DeepseekV4Config:
         return self.c4_state_block_size if kind is LayerKind.C4A else self.c128_state_block_size
 
     @classmethod
-    def from_hf(cls, config: Any, **overrides: Any) -> DeepseekV4Config:
+    def from_hf(cls, config: object, **overrides: object) -> DeepseekV4Config:
         """Read a Hugging Face configuration.
 
         Args:
@@ -147,7 +149,7 @@ class DeepseekV4Config:
         return cls(**read)
 
     @classmethod
-    def flash(cls, **overrides: Any) -> DeepseekV4Config:
+    def flash(cls, **overrides: object) -> DeepseekV4Config:
         """The released Flash model: 43 layers, 64 heads.
 
         Args:
@@ -159,7 +161,7 @@ class DeepseekV4Config:
         return cls(**{**_SHARED, **_FLASH, **_checked(overrides)})
 
     @classmethod
-    def pro(cls, **overrides: Any) -> DeepseekV4Config:
+    def pro(cls, **overrides: object) -> DeepseekV4Config:
         """The released Pro model: 61 layers, 128 heads.
 
         Args:
@@ -171,7 +173,7 @@ class DeepseekV4Config:
         return cls(**{**_SHARED, **_PRO, **_checked(overrides)})
 
     @classmethod
-    def tiny(cls, compress_ratios: Sequence[int], **overrides: Any) -> DeepseekV4Config:
+    def tiny(cls, compress_ratios: Sequence[int], **overrides: object) -> DeepseekV4Config:
         """No released model: sizes to try things with on a CPU, and one layer for each ratio.
 
         Args:
@@ -185,7 +187,7 @@ class DeepseekV4Config:
         return cls(**{**_SHARED, **_TINY, **layers, **_checked(overrides)})
 
 
-_SHARED: dict[str, Any] = {
+_SHARED: Fields = {
     "head_dim": 512,
     "qk_rope_head_dim": 64,
     "o_lora_rank": 1024,
@@ -199,7 +201,7 @@ _SHARED: dict[str, Any] = {
     "max_position_embeddings": 1048576,
     "vocab_size": 129280,
 }
-_FLASH: dict[str, Any] = {
+_FLASH: Fields = {
     "hidden_size": 4096,
     "num_hidden_layers": 43,
     "num_attention_heads": 64,
@@ -208,7 +210,7 @@ _FLASH: dict[str, Any] = {
     "compress_ratios": (0, 0, *(4, 128) * 20, 4, 0),
     "index_topk": 512,
 }
-_PRO: dict[str, Any] = {
+_PRO: Fields = {
     "hidden_size": 7168,
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
@@ -217,7 +219,7 @@ _PRO: dict[str, Any] = {
     "compress_ratios": (128, 128, *(4, 128) * 29, 4, 0),
     "index_topk": 1024,
 }
-_TINY: dict[str, Any] = {
+_TINY: Fields = {
     "hidden_size": 32,
     "num_attention_heads": 4,
     "head_dim": 16,
@@ -235,7 +237,7 @@ _TINY: dict[str, Any] = {
     "max_num_batched_tokens": 256,
 }
 # what is computed with before the fields of the class can be checked
-_NESTED: dict[str, tuple[Any, str]] = {
+_NESTED: dict[str, tuple[Kind, str]] = {
     "compress_ratios": ((list, tuple), "a list"),
     "layer_types": ((list, tuple), "a list"),
     "compress_rates": (Mapping, "a dict"),
@@ -252,7 +254,7 @@ _LAYER_TYPES = {
 }
 
 
-def config_values(config: Any) -> Mapping[str, Any]:
+def config_values(config: object) -> Values:
     """The values of a configuration by name.
 
     Args:
@@ -268,7 +270,8 @@ def config_values(config: Any) -> Mapping[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise UnsupportedConfigError(f"{path} holds {config!r:.40}; it must be a dict")
-    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
+    to_dict = getattr(config, "to_dict", None)
+    values = to_dict() if callable(to_dict) else config
     if not isinstance(values, Mapping):
         raise UnsupportedConfigError(
             f"{config!r:.40} is no configuration: give a dict, a path or a configuration of transformers"
@@ -276,7 +279,7 @@ def config_values(config: Any) -> Mapping[str, Any]:
     return values
 
 
-def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
+def _checked(overrides: Fields) -> Fields:
     valid = [field.name for field in fields(DeepseekV4Config)]
     for name in overrides:
         if name not in valid:
@@ -286,7 +289,7 @@ def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
     return overrides
 
 
-def _read_ratios(values: Mapping[str, Any]) -> tuple[int, ...]:
+def _read_ratios(values: Values) -> tuple[int, ...]:
     if values.get("compress_ratios") is not None:
         return tuple(values["compress_ratios"])
     layer_types = values.get("layer_types")

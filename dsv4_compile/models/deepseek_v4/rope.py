@@ -9,7 +9,7 @@ and at long positions the rounding of the angle is larger than the tolerance of 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class RotaryTable(nn.Module):
         super().__init__()
         self.register_buffer("cos_sin", build_cos_sin(config, kind, device), persistent=False)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> RotaryTable:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         exact = self.cos_sin
         super()._apply(fn, recurse)
         if self.cos_sin.dtype is not exact.dtype:

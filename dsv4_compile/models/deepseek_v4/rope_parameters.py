@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UnsupportedConfigError
-from .checks import check_kind, check_number
+from .checks import Values, check_kind, check_number
 
 _ENTRIES = ("main", "compress")
 _COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -57,7 +57,7 @@ class YarnScaling:
 RopeScaling = LinearScaling | YarnScaling
 
 
-def read_rope(values: Mapping[str, Any], fraction: float | None) -> dict[str, Any]:
+def read_rope(values: Values, fraction: float | None) -> dict[str, object]:
     """The fields of our configuration that have to do with RoPE, as far as `values` has them.
 
     Args:
@@ -81,16 +81,14 @@ def read_rope(values: Mapping[str, Any], fraction: float | None) -> dict[str, An
     return _read_nested(where, given, values, fraction)
 
 
-def _read_flat(where: str, given: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling | None:
+def _read_flat(where: str, given: Values, values: Values) -> RopeScaling | None:
     """Scaling of the compressed layers; their base and width stand beside the dict, whatever it says itself."""
     if _rope_type(given) == "yarn":
         given = {"attention_factor": 1.0, **given}
     return _read_scaling(where, given, values)
 
 
-def _read_nested(
-    where: str, given: Mapping[str, Any], values: Mapping[str, Any], fraction: float | None
-) -> dict[str, Any]:
+def _read_nested(where: str, given: Values, values: Values, fraction: float | None) -> dict[str, object]:
     main, compress = (f"{where}[{name!r}]" for name in _ENTRIES)
     if given["compress"].get("rope_theta") is None:
         raise UnsupportedConfigError(
@@ -112,7 +110,7 @@ def _read_nested(
     }
 
 
-def _read_width(values: Mapping[str, Any]) -> int:
+def _read_width(values: Values) -> int:
     """Released checkpoints give the width, transformers the fraction of the head."""
     width, fraction = values.get("qk_rope_head_dim"), values.get("partial_rotary_factor")
     if fraction is None:
@@ -128,7 +126,7 @@ def _read_width(values: Mapping[str, Any]) -> int:
     return from_fraction
 
 
-def _read_width_of(where: str, entry: Mapping[str, Any], values: Mapping[str, Any], fraction: float | None) -> int:
+def _read_width_of(where: str, entry: Values, values: Values, fraction: float | None) -> int:
     said = entry.get("partial_rotary_factor")
     if said is None and fraction is None:
         raise UnsupportedConfigError(
@@ -138,16 +136,16 @@ def _read_width_of(where: str, entry: Mapping[str, Any], values: Mapping[str, An
     return _width(f"partial_rotary_factor of {where}", fraction if said is None else said, values)
 
 
-def _width(name: str, fraction: Any, values: Mapping[str, Any]) -> int:
+def _width(name: str, fraction: Any, values: Values) -> int:
     check_number(name, fraction)
     return int((values.get("head_dim") or 0) * fraction)
 
 
-def _rope_type(entry: Mapping[str, Any]) -> Any:
+def _rope_type(entry: Values) -> object:
     return entry.get("rope_type", entry.get("type", "default"))
 
 
-def _read_scaling(where: str, entry: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(where: str, entry: Values, values: Values) -> RopeScaling | None:
     rope_type = _rope_type(entry)
     if not isinstance(rope_type, str) or rope_type not in _KEYS:
         raise UnsupportedConfigError(
@@ -165,7 +163,7 @@ def _read_scaling(where: str, entry: Mapping[str, Any], values: Mapping[str, Any
     return _read_yarn(where, entry, values) if rope_type == "yarn" else None
 
 
-def _read_yarn(where: str, entry: Mapping[str, Any], values: Mapping[str, Any]) -> YarnScaling:
+def _read_yarn(where: str, entry: Values, values: Values) -> YarnScaling:
     if entry.get("truncate") not in (None, True):
         raise UnsupportedConfigError(
             f"{where} has truncate {entry['truncate']!r}, which transformers does not read for this model; "
@@ -184,7 +182,7 @@ def _read_yarn(where: str, entry: Mapping[str, Any], values: Mapping[str, Any]) 
     return YarnScaling(**{**given, "original_max_position_embeddings": original})
 
 
-def _is_default(name: str, value: Any) -> bool:
+def _is_default(name: str, value: object) -> bool:
     return value is None or (name in _ZERO_IS_DEFAULT and value == 0)
 
 
@@ -199,6 +197,6 @@ def _log_scale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _number(where: str, entry: Mapping[str, Any], name: str, type_name: str = "float") -> Any:
+def _number(where: str, entry: Values, name: str, type_name: str = "float") -> Any:
     check_number(f"{name} of {where}", entry.get(name), type_name)
     return entry[name]

@@ -11,13 +11,16 @@ Sizes with a symbol that is no graph input (they depend on data) are left as the
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from ..compat.symbols import build_expr, expr_of
-from ..graph.traced import TracedGraph
+from ..graph.traced import TracedGraph, Value
+
+Args = TypeVar("Args", bound=Argument)
 
 # What reads sizes and does nothing else; any other node with a number as its value is left to the effects pass.
 _SIZE_METHODS = frozenset(["size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "__len__"])
@@ -39,22 +42,22 @@ def _reads_sizes(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _SIZE_FUNCTIONS
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_is_size(item) for item in value)
     return _is_size(value)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _is_known(value: Any, traced: TracedGraph) -> bool:
+def _is_known(value: Value, traced: TracedGraph) -> bool:
     sizes = value if isinstance(value, (tuple, list)) else (value,)
     return all(map(traced.knows, sizes))
 
 
-def _replace(node: fx.Node, value: Any, traced: TracedGraph) -> None:
+def _replace(node: fx.Node, value: Value, traced: TracedGraph) -> None:
     graph = traced.gm.graph
     with graph.inserting_before(node):
         if isinstance(value, (tuple, list)):
@@ -70,5 +73,5 @@ def _replace(node: fx.Node, value: Any, traced: TracedGraph) -> None:
     graph.erase_node(node)
 
 
-def _substitute(args: Any, node: fx.Node, result: Any) -> Any:
+def _substitute(args: Args, node: fx.Node, result: Argument) -> Args:
     return fx.map_arg(args, lambda arg: result if arg is node else arg)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -139,8 +138,8 @@ def _graph_of(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequ
     env = {node: graph.placeholder(node.name) for node in inputs}
     for node in sorted(nodes):
         env[node] = graph.node_copy(node, lambda arg: env[arg])
-    given: Any = tuple(env[node] for node in results) or None
-    graph.output(given[0] if len(results) == 1 else given)
+    given = tuple(env[node] for node in results)
+    graph.output(given[0] if len(results) == 1 else given or None)
     return graph
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from ..compat.dispatch import HigherOrderOperator, pytree
 from ..compat.symbols import expr_of
-from ..graph.traced import TracedGraph
+from ..graph.traced import TracedGraph, Value
 
 # Where each has the operands of its body, which comes first.
 _FIRST_OPERAND = {"invoke_subgraph": 2, "wrap": 1, "tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1}
@@ -57,20 +57,20 @@ def _calls_body(node: fx.Node) -> bool:
     return name in _OPERANDS_IN_A_TUPLE or name in _FIRST_OPERAND
 
 
-def _operands(node: fx.Node) -> Sequence[Any]:
+def _operands(node: fx.Node) -> Sequence[Argument]:
     assert isinstance(node.target, HigherOrderOperator), "only a wrapper has operands"
     first = _FIRST_OPERAND.get(node.target.name())
-    given: Any = node.args[1] if first is None else node.args[first:]
+    given = node.args[1] if first is None else node.args[first:]
     return list(given) if isinstance(given, (tuple, list)) else [given]
 
 
-def _attribute(gm: fx.GraphModule, node: Any) -> Any:
+def _attribute(gm: fx.GraphModule, node: object) -> object:
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     return operator.attrgetter(str(node.target))(gm)
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: object) -> object:
     """What of a value the values computed from it depend on, its data aside."""
     value = value.meta.get("example_value") if isinstance(value, fx.Node) else value
     if isinstance(value, torch.Tensor):
@@ -79,11 +79,11 @@ def _layout(value: Any) -> Any:
     return expr_of(value) if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) else value
 
 
-def _inline(node: fx.Node, body: fx.GraphModule, operands: Sequence[Any]) -> list[fx.Node]:
+def _inline(node: fx.Node, body: fx.GraphModule, operands: Sequence[Argument]) -> list[fx.Node]:
     """Copy the body in front of its call and let users take its results; returns the copies."""
     graph, path = node.graph, node.args[0]
     assert isinstance(path, fx.Node), "a body is an attribute"
-    env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    env: dict[fx.Node, Argument] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     copies = []
     with graph.inserting_before(node):
         for inner in body.graph.nodes:
@@ -92,7 +92,7 @@ def _inline(node: fx.Node, body: fx.GraphModule, operands: Sequence[Any]) -> lis
                 env[inner] = copies[-1]
                 if inner.op == "get_attr":
                     copies[-1].target = f"{path.target}.{inner.target}"
-    results: Any = pytree.tree_map_only(fx.Node, lambda arg: env[arg], body.graph.output_node().args[0])
+    results: Value = pytree.tree_map_only(fx.Node, lambda arg: env[arg], body.graph.output_node().args[0])
     for item in list(node.users):
         item.replace_all_uses_with(results[item.args[1]])
         graph.erase_node(item)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
 from ..compat.dispatch import with_lazy_bits, with_lazy_bits_of
-from ..compat.symbols import expr_of
-from ..graph.traced import TensorMeta
+from ..compat.symbols import Size, expr_of
+from ..graph.traced import TensorMeta, Value
 
 KEPT = 64  # token counts of a graph that come again and again, captured or not
 
@@ -25,7 +24,7 @@ class Sizes:
         self._known: dict[sympy.Expr, int] = {}
         self._meta_tensors: dict[int, tuple[TensorMeta, Tensor]] = {}  # by identity: symbolic sizes have no hash
 
-    def of(self, size: Any) -> int:
+    def of(self, size: Size) -> int:
         """The value of an int or a SymInt."""
         return self.of_expr(expr_of(size))
 
@@ -39,7 +38,7 @@ class Sizes:
         """The same sizes but for some symbols."""
         return Sizes({**{symbol: int(value) for symbol, value in self._values.items()}, **values})
 
-    def all_of(self, sizes: Sequence[Any]) -> tuple[int, ...]:
+    def all_of(self, sizes: Sequence[Size]) -> tuple[int, ...]:
         """The values of several."""
         return tuple(self.of(size) for size in sizes)
 
@@ -78,6 +77,6 @@ class SizesOfCalls:
         self._nodes = tuple(symbols.values())
         self._of_numbers = lru_cache(KEPT)(lambda *numbers: Sizes(dict(zip(symbols, numbers, strict=True))))
 
-    def of(self, values: Mapping[fx.Node, Any]) -> Sizes:
+    def of(self, values: Mapping[fx.Node, Value]) -> Sizes:
         """The sizes of a call, given the values of these nodes."""
         return self._of_numbers(*[int(values[node]) for node in self._nodes])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import sympy
 import torch
 from torch import fx
@@ -34,7 +32,7 @@ def token_count(traced: TracedGraph) -> sympy.Expr | None:
 
 
 def _tokens_of_call(traced: TracedGraph, node: fx.Node) -> sympy.Expr | None:
-    wanted: list[Any] = [*node.args, *node.kwargs.values()]
+    wanted: list[object] = [*node.args, *node.kwargs.values()]
     if isinstance(node.target, OpOverload):
         registered = find_op(traced.ops, op_name(node.target))
         if registered is not None and registered.tokens is not None:

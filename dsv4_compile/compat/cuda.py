@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-if TYPE_CHECKING:
-    pass
 
-
-def stop_recording_to_pool(device_index: int, handle: Any) -> None:
+def stop_recording_to_pool(device_index: int, handle: tuple[int, int]) -> None:
     """Undo what the begin of a capture did to a graph memory pool, for a capture that torch cannot end."""
     try:
         torch._C._cuda_endAllocateToPool(device_index, handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -18,8 +18,10 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
-if TYPE_CHECKING:
-    pass
+# Tensors, numbers, None, in lists, tuples and dictionaries: what ops take and give, and what `pytree` walks.
+Tree: TypeAlias = Any
+OpArgs: TypeAlias = tuple[Tree, ...]
+OpKwargs: TypeAlias = dict[str, Tree]
 
 
 pytree = _pytree
@@ -74,19 +76,18 @@ def has_composite_kernel(name: str) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op, "CompositeImplicitAutograd") for op in overloads)
 
 
-def resolve_overload(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def resolve_overload(target: Any, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> OpOverload:
     """The `OpOverload` that calling an op packet, an overload or a `custom_op` object with these values reaches."""
-    target = getattr(target, "_opoverload", target)
-    if not isinstance(target, OpOverloadPacket):
-        return target
-    overloads = target.overloads()
-    if len(overloads) == 1:
-        return getattr(target, overloads[0])
-    name = torch._C._jit_resolve_packet(target._qualified_op_name, *args, **kwargs)
-    return getattr(target, name)
+    op: OpOverload | OpOverloadPacket = getattr(target, "_opoverload", target)
+    if not isinstance(op, OpOverloadPacket):
+        return op
+    names = op.overloads()
+    name = names[0] if len(names) == 1 else torch._C._jit_resolve_packet(op._qualified_op_name, *args, **kwargs)
+    overload: OpOverload = getattr(op, name)
+    return overload
 
 
-def op_name(overload: Any) -> str:
+def op_name(overload: OpOverload) -> str:
     """ "ns::op.overload" of an `OpOverload`, with ".default" spelled out."""
     return f"{overload.namespace}::{overload._opname}.{overload._overloadname}"
 
@@ -120,12 +121,12 @@ def kernel_of(func: OpOverload) -> tuple[str | None, bool]:
     return None, False
 
 
-def bind_cpu_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
+def bind_cpu_kernel(func: OpOverload, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Callable[[], Tree]:
     """An op's CPU kernel with its arguments bound, past autograd and modes; no numbers where it wants tensors."""
     return partial(func._handle.redispatch_boxed, _CPU, *args, **kwargs)
 
 
-def call_composite_kernel(func: OpOverload, args: Any, kwargs: Any) -> Any:
+def call_composite_kernel(func: OpOverload, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
     """Call the kernel of a composite op, numbers for tensors allowed; a function mode on top would call the op."""
     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from .symbols import Size, value_of
+
 if TYPE_CHECKING:
-    pass
-from .symbols import value_of
+    import sympy
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+Input: TypeAlias = torch.Tensor | Size  # what Dynamo passes for a placeholder
+Fakes: TypeAlias = "tuple[FakeTensorMode, tuple[Input | None, ...]]"  # a mode and what it has for each placeholder
 
 # Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -96,7 +101,7 @@ def graph_break_reason(gm: fx.GraphModule) -> str | None:
     return str(reason.reason).partition("\n")[0] if reason is not None and reason.graph_break else None
 
 
-def symbolic_fake_inputs(example_inputs: Sequence[Any], gm: fx.GraphModule) -> tuple[Any, tuple[Any, ...]]:
+def symbolic_fake_inputs(example_inputs: Sequence[Input], gm: fx.GraphModule) -> Fakes:
     """The fake mode of the current trace, and one fake or SymInt per graph input, all of that mode.
 
     The `example_value` of a parameter belongs to another mode, so tensors are made fake again, with the symbolic
@@ -105,7 +110,7 @@ def symbolic_fake_inputs(example_inputs: Sequence[Any], gm: fx.GraphModule) -> t
     context = torch._guards.TracingContext.get()
     mode = context.fake_mode
     assert mode is not None, "a Dynamo backend always runs under a fake mode"
-    fakes: list[Any] = []
+    fakes: list[Input] = []
     for example, placeholder in zip(example_inputs, gm.graph.find_nodes(op="placeholder"), strict=True):
         if isinstance(example, torch.Tensor):
             symbolic = context.tensor_to_context.get(example)
@@ -116,7 +121,7 @@ def symbolic_fake_inputs(example_inputs: Sequence[Any], gm: fx.GraphModule) -> t
     return mode, tuple(fakes)
 
 
-def concrete_fake_inputs(example_inputs: Sequence[Any], sizes: Mapping[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
+def concrete_fake_inputs(example_inputs: Sequence[Input], sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Fakes:
     """A fake mode without symbols, and one fake or int per graph input, with these sizes for its size symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -128,13 +133,13 @@ def concrete_fake_inputs(example_inputs: Sequence[Any], sizes: Mapping[Any, Any]
     return mode, tuple(fakes)
 
 
-def resized_fake_inputs(values: Sequence[Any], sizes: Mapping[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
+def resized_fake_inputs(values: Sequence[Input], sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Fakes:
     """A fake mode without symbols, and one fake or int per graph input, with other sizes than those of the trace."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def resized(value: Any) -> Any:
+    def resized(value: Input) -> Input | None:
         if not isinstance(value, torch.Tensor):
             return value_of(value, sizes)
         shape: list[Any] = [value_of(size, sizes) for size in value.shape]
@@ -178,14 +183,14 @@ def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule")
     return _Module(root, graph, class_name=name)
 
 
-def trace_fakes() -> Any:
+def trace_fakes() -> FakeTensorMode:
     """The fake mode of the current trace."""
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None, "a Dynamo backend always runs under a fake mode"
     return mode
 
 
-def fake_like(mode: Any, tensor: torch.Tensor) -> Any:
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """A fake of a mode, with the sizes of a tensor as constants."""
     return mode.from_tensor(tensor, static_shapes=True)
 

@@ -5,8 +5,6 @@ Nothing here may import functorch at module level: `dsv4_compile` is imported be
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, fx
 
 _MODULES = ("torch._functorch", "torch._C._functorch")
@@ -41,7 +39,7 @@ def load_rules() -> None:
     vmap.lazy_load_decompositions()  # type: ignore[attr-defined]
 
 
-def is_wrapped(value: Any) -> bool:
+def is_wrapped(value: object) -> bool:
     """Whether a value belongs to a level, and means nothing outside of it."""
     from torch._C import _functorch
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    pass
+from .dispatch import Tree
 from .dynamo import trace_fakes
 from .thread_state import OutsideInferenceMode
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @contextmanager
@@ -31,11 +33,12 @@ def isolated_tracing() -> Iterator[None]:
 
 
 @contextmanager
-def _floats_are_settled(mode: Any) -> Iterator[None]:
+def _floats_are_settled(mode: FakeTensorMode) -> Iterator[None]:
     """Parts hold host scalars as constants, so AOTAutograd need not restart the trace to make them so."""
     from torch._dynamo.symbolic_convert import TensorifyState
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+    assert mode.shape_env is not None, "Dynamo's fake mode has size symbols"
     added = {str(symbol) for symbol in mode.shape_env.backed_var_to_val if symbol_is_type(symbol, SymT.FLOAT)}
     added -= TensorifyState.force_specializations
     TensorifyState.force_specializations |= added
@@ -45,7 +48,7 @@ def _floats_are_settled(mode: Any) -> Iterator[None]:
         TensorifyState.force_specializations -= added
 
 
-def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Tree]) -> Callable[..., object]:
     """Compile a graph for the size symbols of the current trace."""
     import torch._inductor.config
 
@@ -56,9 +59,9 @@ def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[
         return torch._inductor.standalone_compile(gm, list(fakes), dynamic_shapes="from_tracing_context")
 
 
-def compile_with_aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+def compile_with_aot_eager(gm: fx.GraphModule, fakes: Sequence[Tree]) -> Callable[..., object]:
     """AOTAutograd's graph of ops, run as it is."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    compiled: Callable[..., Any] = lookup_backend("aot_eager")(gm, list(fakes))
+    compiled: Callable[..., object] = lookup_backend("aot_eager")(gm, list(fakes))
     return compiled

@@ -6,7 +6,7 @@ Nothing here may import sympy at module level: `dsv4_compile` is imported before
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import fx
@@ -14,8 +14,10 @@ from torch import fx
 if TYPE_CHECKING:
     import sympy
 
+Size: TypeAlias = int | torch.SymInt
 
-def expr_of(size: Any) -> sympy.Expr:
+
+def expr_of(size: Size) -> sympy.Expr:
     """The sympy expression of an int or a SymInt.
 
     The trace writes one symbol for another once it knows them to be equal. It knows so of an unbacked one from an
@@ -32,12 +34,12 @@ def expr_of(size: Any) -> sympy.Expr:
     return own.xreplace(backed)
 
 
-def size_text(size: Any) -> str:
+def size_text(size: Size) -> str:
     """The expression of an int or a SymInt as text; most are ints, of which sympy takes its time to make a text."""
     return str(expr_of(size) if isinstance(size, torch.SymInt) else size)
 
 
-def traced_value(size: Any) -> int | None:
+def traced_value(size: Size) -> int | None:
     """The value an int or a SymInt had when the graph was traced; None for an unbacked one, whose value is unknown."""
     if not isinstance(size, torch.SymInt):
         return int(size)
@@ -51,7 +53,7 @@ def plausible_value(size: torch.SymInt) -> int:
     return min(least, int(bounds.upper)) if bounds.upper.is_Integer else least
 
 
-def value_of(size: Any, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:
+def value_of(size: Size, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:
     """What an int or a SymInt comes to, given what its symbols are; None if it has others."""
     if not isinstance(size, torch.SymInt):
         return int(size)
@@ -68,7 +70,7 @@ def is_unbacked(symbol: sympy.Symbol) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 
 
-def build_expr(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node], graph: fx.Graph) -> Any:
+def build_expr(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node], graph: fx.Graph) -> fx.Node | int:
     """Nodes that compute a size expression from size symbols, appended at the graph's insertion point.
 
     Returns an int for a constant, else a node.
@@ -80,7 +82,8 @@ def build_expr(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node], graph:
         return int(expr)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     environment = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expr.free_symbols}
-    return sympy_interp(PythonReferenceAnalysis, environment, expr).node
+    node: fx.Node = sympy_interp(PythonReferenceAnalysis, environment, expr).node
+    return node
 
 
 def upper_bound(expr: sympy.Expr) -> int | None:

@@ -8,13 +8,12 @@ serves a call compares, at its very end, with what was there at its start. Every
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -32,7 +31,7 @@ class _Entered(threading.local):
     """Guards that switch inference mode off, in order; one that is forgotten would switch it on when it is freed."""
 
     def __init__(self) -> None:
-        self.guards: list[Any] = []
+        self.guards: list[torch._C._InferenceMode] = []
 
 
 _entered = _Entered()
@@ -86,8 +85,8 @@ class TorchState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     autocast_nesting: int
-    dispatch_modes: list[Any]
-    function_modes: list[Any]
+    dispatch_modes: list[_python_dispatch.TorchDispatchMode]
+    function_modes: list[TorchFunctionMode]
     function_state: object
     excluded: tuple[bool, ...]
     inference_guards: int
@@ -124,8 +123,8 @@ class TorchState:
         if function_modes != self.function_modes:
             for _ in range(len(function_modes) - _common(function_modes, self.function_modes)):
                 torch._C._pop_torch_function_stack()
-            for mode in self.function_modes[_common(function_modes, self.function_modes) :]:
-                torch._C._push_on_torch_function_stack(mode)
+            for function_mode in self.function_modes[_common(function_modes, self.function_modes) :]:
+                torch._C._push_on_torch_function_stack(function_mode)
         dispatch_modes = _get_current_dispatch_mode_stack()
         if dispatch_modes != self.dispatch_modes:
             common = _common(dispatch_modes, self.dispatch_modes)
@@ -156,7 +155,7 @@ def leave_modes(kind: type) -> None:
     _set_flags(modes)
 
 
-def _set_flags(modes: list[Any]) -> None:
+def _set_flags(modes: list[_python_dispatch.TorchDispatchMode]) -> None:
     """Set torch's notes on dispatch modes, one for all threads, by the modes of this one.
 
     An interrupted mode leaves them set, and then Dynamo compiles nothing any more.
@@ -174,7 +173,7 @@ def _set_flags(modes: list[Any]) -> None:
     getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", bool)(with_internals)
 
 
-def _common(one: list[Any], other: list[Any]) -> int:
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
     """How many modes from the bottom of two stacks are the same."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((depth for depth, (mode, same) in pairs if mode is not same), min(len(one), len(other)))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from typing import Any
 
 from torch import fx
 
 from ..compat import functorch
+from ..compat.dispatch import Tree
 
 
 class FusedCall:
@@ -30,7 +30,7 @@ class FusedCall:
         self.gm = gm
         self._key = _key(gm)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Tree:
         """Run the graph."""
         depth = functorch.depth()
         try:

@@ -20,7 +20,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -29,7 +29,7 @@ from ..errors import Dsv4Error, ExplainError, OptionError, UnknownOpError
 from .arguments import OneLineParser
 from .explain import explain
 
-Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+Call = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 _NOT_THE_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__), importlib.__file__)
 )
@@ -112,7 +112,7 @@ def load_call(target: str) -> Call:
     return _checked(target, result)
 
 
-def _checked(target: str, result: Any) -> Call:
+def _checked(target: str, result: object) -> Call:
     if (
         isinstance(result, tuple)
         and len(result) in (2, 3)
@@ -136,7 +136,7 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {message}{place}"
 
 
-def _backend_options(options: argparse.Namespace) -> dict[str, Any]:
+def _backend_options(options: argparse.Namespace) -> dict[str, object]:
     return {"runner": options.runner, "region": options.region, "split_ops": tuple(options.split_op)}
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from ..config import Config
+    from ..graph.traced import Value
     from .plan import Plan
 
 
@@ -32,7 +33,7 @@ class _PlanReadyError(Exception):
 
 
 def explain(
-    model_or_fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+    model_or_fn: Callable[..., object], *args: object, options: Mapping[str, object] | None = None, **kwargs: object
 ) -> Plan:
     """The plan of the first graph that Dynamo traces for a call of `model_or_fn(*args, **kwargs)`.
 
@@ -67,14 +68,14 @@ def explain(
     raise ExplainError(f"calling {name} traced no graph: it computes nothing with tensors, or Dynamo skips it")
 
 
-def _stop_with_plan(config: Config) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+def _stop_with_plan(config: Config) -> Callable[[fx.GraphModule, Sequence[Value]], Callable[..., object]]:
     from ..plan_graph import plan_graph
     from .make_plan import make_plan
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Value]) -> Callable[..., object]:
         plan = make_plan(plan_graph(gm, example_inputs, config, lambda stage, graph: None), config)
 
-        def stop(*_: Any) -> Any:
+        def stop(*_: object) -> NoReturn:
             raise _PlanReadyError(plan)
 
         return stop
@@ -82,14 +83,14 @@ def _stop_with_plan(config: Config) -> Callable[[fx.GraphModule, Sequence[Any]],
     return backend
 
 
-def _original(model_or_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _original(model_or_fn: Callable[..., object]) -> Callable[..., object]:
     """What `torch.compile` was called with, if this came from it."""
-    inner: Any = getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
-    original: Callable[..., Any] = getattr(inner, "_orig_mod", inner)
+    inner: Callable[..., object] = getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
+    original: Callable[..., object] = getattr(inner, "_orig_mod", inner)
     return original
 
 
-def _fresh(target: Callable[..., Any]) -> Any:
+def _fresh(target: Callable[..., object]) -> Callable[..., object]:
     """A callable that does the same with a code object of its own."""
     if isinstance(target, torch.nn.Module) and not _has_hooks(target):
         return _fresh(target.forward)
@@ -98,13 +99,13 @@ def _fresh(target: Callable[..., Any]) -> Any:
     if isinstance(target, types.FunctionType):
         return _with_own_code(target)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return target(*args, **kwargs)
 
     return _with_own_code(call)
 
 
-def _with_own_code(function: Any) -> Any:
+def _with_own_code(function: Any) -> types.FunctionType:
     copy = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -129,7 +128,7 @@ def _origin(graph_input: GraphInput | None) -> str:
     return "host scalar" if is_number else graph_input.provenance.value
 
 
-def layout(result: Any) -> str:
+def layout(result: object) -> str:
     """ "[s77, 64] float32" of a tensor; "number" of anything else."""
     if not isinstance(result, TensorMeta):
         return "number"

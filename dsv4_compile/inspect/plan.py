@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .plan_text import render_plan
 
@@ -191,6 +191,6 @@ class Plan:
         """The plan as JSON, keys as the attributes here."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The plan as plain dictionaries and lists."""
         return dataclasses.asdict(self)

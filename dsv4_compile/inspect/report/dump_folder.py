@@ -8,13 +8,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import ExplainError
 from ..plan import Plan, PlanOp, PlanSlot, PlanSubgraph, PlanUnit, PlanValue, PlanWorkspace
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
 _UNIT = re.compile(r"(piece|region)_\d+\.py")
@@ -129,22 +134,22 @@ def plan_from_json(text: str) -> Plan:
     )
 
 
-def _unit(raw: Any) -> PlanUnit:
+def _unit(raw: object) -> PlanUnit:
     fields = _fields(PlanUnit, raw)
     records = {"ops": PlanOp, "inputs": PlanValue, "outputs": PlanValue, "subgraphs": PlanSubgraph}
     return PlanUnit(**{**fields, **{name: _records(record, fields[name]) for name, record in records.items()}})
 
 
-def _workspace(raw: Any) -> PlanWorkspace:
+def _workspace(raw: object) -> PlanWorkspace:
     fields = _fields(PlanWorkspace, raw)
     return PlanWorkspace(**{**fields, "slots": _records(PlanSlot, fields["slots"])})
 
 
-def _records(record: Any, raw: Sequence[Any]) -> tuple[Any, ...]:
+def _records(record: type[Record], raw: Iterable[object]) -> tuple[Record, ...]:
     return tuple(record(**_fields(record, item)) for item in raw)
 
 
-def _fields(record: Any, raw: Any) -> dict[str, Any]:
+def _fields(record: type[DataclassInstance], raw: object) -> dict[str, Any]:
     """The attributes of a record; what a later version may have added is not shown."""
     if not isinstance(raw, dict):
         raise TypeError(f"{record.__name__} is not an object")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 from .dump_folder import DumpedGraph, read_dump
 from .views import timeline
@@ -38,7 +37,7 @@ def report_json(folder: Path) -> str:
     )
 
 
-def _content(graph: DumpedGraph, folder: Path) -> dict[str, Any]:
+def _content(graph: DumpedGraph, folder: Path) -> dict[str, object]:
     return {
         "name": graph.name,
         "folder": str(folder),

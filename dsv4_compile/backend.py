@@ -12,7 +12,6 @@ pieces and regions, one after another    -> callable           runtime/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -20,6 +19,7 @@ from .compat.symbols import upper_bound
 from .config import Config
 from .counting import counters
 from .graph.partitioned import PartitionedGraph
+from .graph.traced import Value
 from .inspect.artifacts import Artifacts
 from .inspect.make_plan import make_plan
 from .log import log
@@ -35,11 +35,11 @@ from .runtime.uncaptured import UncapturedCallable
 
 def dsv4_piecewise(
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Value],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     mode: str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """The Dynamo backend: `torch.compile(model, backend="dsv4_piecewise", options={...})`.
 
     Args:
@@ -57,7 +57,7 @@ def dsv4_piecewise(
     return restoring(compile_graph, gm, example_inputs, Config.from_options(options, mode))
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Value], config: Config) -> Callable[..., object]:
     """The pipeline; see the module docstring."""
     artifacts = Artifacts(config)
     graph = plan_graph(gm, example_inputs, config, artifacts.observe)
@@ -76,7 +76,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Con
 
 def make_callable(
     graph: PartitionedGraph, pieces: Pieces, traced_call: TracedCall, config: Config, artifacts: Artifacts
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """What runs the plan: captured programs, or the units one by one."""
     if graph.uncaptured is not None:
         log.warning("calls run uncaptured: %s", graph.uncaptured)

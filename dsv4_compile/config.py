@@ -45,7 +45,7 @@ class Config:
     engine: Engine = "auto"
     capture_sizes: tuple[int, ...] | None = None
     max_captures: int = 64
-    piece_compiler: PieceCompiler | Callable[..., Any] = "auto"
+    piece_compiler: PieceCompiler | Callable[..., object] = "auto"
     check: Check = "addresses"
     static_outputs: bool = False
     max_tokens: int | None = None
@@ -55,7 +55,7 @@ class Config:
     dump_dir: str | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> Config:
+    def from_options(cls, options: Mapping[str, object] | None, mode: str | None = None) -> Config:
         """Check the options of `torch.compile` and freeze them; the caller's mapping is not changed.
 
         Raises:
@@ -72,7 +72,7 @@ class Config:
         for name in given:
             if name not in valid:
                 raise OptionError(f"unknown option {name!r}{did_you_mean(name, valid)} Valid: {', '.join(valid)}")
-        checked = {name: _CHECKS[name](name, value) for name, value in given.items()}
+        checked: dict[str, Any] = {name: _CHECKS[name](name, value) for name, value in given.items()}
         config = cls(**checked)
         config._refuse_sizes_out_of_reach()
         return config
@@ -92,7 +92,7 @@ class Config:
             return self.runner
         return "mrv1" if torch.version.hip else "mrv2"
 
-    def resolved_piece_compiler(self, device: str) -> Literal["inductor", "aot_eager", "eager"] | Callable[..., Any]:
+    def resolved_piece_compiler(self, device: str) -> Literal["inductor", "aot_eager", "eager"] | Callable[..., object]:
         """The piece compiler in force for a device type: "auto" is inductor on cuda and eager on the host."""
         if self.piece_compiler != "auto":
             return self.piece_compiler
@@ -126,10 +126,10 @@ def runner_reason(config: Config) -> str:
     return f"auto: {'ROCm' if torch.version.hip else 'not ROCm'} on {platform.system()}"
 
 
-def _one_of(words: Any, otherwise: str = "") -> Callable[[str, Any], Any]:
+def _one_of(words: object, otherwise: str = "") -> Callable[[str, object], str]:
     valid = get_args(words)
 
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> str:
         if not isinstance(value, str) or value not in valid:
             hint = did_you_mean(value, valid)
             raise OptionError(f"option {name}={value!r} is not valid{hint} Valid: {', '.join(valid)}{otherwise}")
@@ -142,8 +142,8 @@ def _is_integer(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _integer(least: int) -> Callable[[str, Any], int]:
-    def check(name: str, value: Any) -> int:
+def _integer(least: int) -> Callable[[str, object], int]:
+    def check(name: str, value: object) -> int:
         if not _is_integer(value, least):
             raise OptionError(f"option {name}={value!r} must be an integer of at least {least}")
         return value
@@ -151,17 +151,17 @@ def _integer(least: int) -> Callable[[str, Any], int]:
     return check
 
 
-def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+def _optional(check: Callable[[str, object], object]) -> Callable[[str, object], object]:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _flag(name: str, value: Any) -> bool:
+def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"option {name}={value!r} must be True or False")
     return value
 
 
-def _op_names(name: str, value: Any) -> tuple[str, ...]:
+def _op_names(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(op, str) for op in value):
         raise OptionError(f'option {name}={value!r} must be a list of op names, such as ["my::op", "my::op.out"]')
     for op in value:
@@ -169,7 +169,7 @@ def _op_names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
-def _sizes(name: str, value: Any) -> tuple[int, ...]:
+def _sizes(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise OptionError(f"option {name}={value!r} must be a list of token counts")
     if not value:
@@ -183,15 +183,15 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
-def _piece_compiler(name: str, value: Any) -> Any:
+def _piece_compiler(name: str, value: object) -> object:
     return value if callable(value) else _one_of(PieceCompiler, " or a callable")(name, value)
 
 
-def _aux_streams(name: str, value: Any) -> Any:
+def _aux_streams(name: str, value: object) -> object:
     return value if _is_integer(value, 0) else _one_of(Literal["auto"], " or an integer of at least 0")(name, value)
 
 
-def _folder(name: str, value: Any) -> str:
+def _folder(name: str, value: object) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
         raise OptionError(f"option {name}={value!r} must be a folder path")
@@ -201,7 +201,7 @@ def _folder(name: str, value: Any) -> str:
         raise OptionError(f"option dump_dir={path!r} is relative, and the current folder is gone") from error
 
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_CHECKS: dict[str, Callable[[str, object], object]] = {
     "runner": _one_of(Runner),
     "region": _one_of(Region),
     "split_ops": _op_names,

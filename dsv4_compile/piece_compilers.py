@@ -20,7 +20,7 @@ import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +32,7 @@ from .errors import Dsv4Error, PieceCompileError
 from .graph.mode_scopes import is_mode_switch
 from .graph.partitioned import PartitionedGraph, Subgraph, Unit
 from .graph.source_lines import where
-from .graph.traced import TensorMeta
+from .graph.traced import TensorMeta, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class PieceCompiler:
     """
 
     name: str
-    compile: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    compile: Callable[[fx.GraphModule, Sequence[Value]], object]
     fills_slots: bool
     opaque: bool
 
@@ -64,21 +64,22 @@ class CompiledSubgraph:
         filled: for each output, whether the function copies it to a slot; it returns the others.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     compiler: PieceCompiler
     constants: tuple[Tensor, ...]
     numbers: frozenset[int]
     filled: tuple[bool, ...]
 
-    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+    def arguments(self, inputs: Sequence[Value]) -> list[Value]:
         """What `function` takes, without slots."""
         return [*self.without_numbers(inputs), *self.constants]
 
-    def without_numbers(self, inputs: Sequence[Any]) -> list[Any]:
+    def without_numbers(self, inputs: Sequence[Given]) -> list[Given]:
         """Whatever there is for each input, but for those that are constants of the function."""
         return [value for index, value in enumerate(inputs) if index not in self.numbers]
 
 
+Given = TypeVar("Given")
 Functions = Mapping[str, tuple[CompiledSubgraph | None, ...]]
 
 
@@ -166,13 +167,13 @@ class _GraphForCompiler:
     def __init__(
         self, graph: PartitionedGraph, unit: Unit, numbers: Mapping[fx.Node, float], filled: Sequence[bool]
     ) -> None:
-        self.fakes: list[Any] = []
+        self.fakes: list[Value] = []
         self.constants: list[Tensor] = []
         self._partitioned = graph
         self._unit = unit
         self._mode = trace_fakes()
         self._graph = fx.Graph()
-        env: dict[fx.Node, Any] = {}
+        env: dict[fx.Node, fx.Node | float] = {}
         source = list(unit.gm.graph.nodes)
         placeholders = [node for node in source if node.op == "placeholder"]
         for copy, node in zip(placeholders, unit.inputs, strict=True):
@@ -197,13 +198,13 @@ class _GraphForCompiler:
         """The graph as a module."""
         return fx.GraphModule(torch.nn.Module(), self._graph, class_name=self._unit.name.replace(".", "_"))
 
-    def _take(self, name: str, fake: Any) -> fx.Node:
+    def _take(self, name: str, fake: Value) -> fx.Node:
         self.fakes.append(fake)
         node = self._graph.placeholder(name)
         node.meta["example_value"] = fake
         return node
 
-    def _fake_of(self, node: fx.Node) -> Any:
+    def _fake_of(self, node: fx.Node) -> Value:
         """Apart from every other, though inputs may share memory in places where that is of no consequence."""
         meta = self._partitioned.traced.effects[node].result
         if isinstance(meta, TensorMeta):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from .compat.dynamo import concrete_fake_inputs, graph_break_reason, resized_fake_inputs, symbolic_fake_inputs
 from .config import Config
 from .graph.partitioned import PartitionedGraph
-from .graph.traced import FakeInputs, SizeValues
+from .graph.traced import FakeInputs, SizeValues, Value
 from .graph.tracing import trace_graph
 from .ops.registry import snapshot, with_split_ops
 from .passes import Observer, partition_graph, partitioned_passes, pass_name, run_passes, traced_passes
 
 
 def plan_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, observe: Observer
+    gm: fx.GraphModule, example_inputs: Sequence[Value], config: Config, observe: Observer
 ) -> PartitionedGraph:
     """Compute what becomes of a graph.
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
 
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
-def stop_recording_to_pool(device_index: int, handle: tuple[int, int]) -> None:
+PoolHandle: TypeAlias = "_POOL_HANDLE"  # of a graph memory pool
+
+
+def stop_recording_to_pool(device_index: int, handle: PoolHandle) -> None:
     """Undo what the begin of a capture did to a graph memory pool, for a capture that torch cannot end."""
     try:
         torch._C._cuda_endAllocateToPool(device_index, handle)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 Tree: TypeAlias = Any
 OpArgs: TypeAlias = tuple[Tree, ...]
 OpKwargs: TypeAlias = dict[str, Tree]
+Op: TypeAlias = OpOverload | HigherOrderOperator  # what a dispatch mode is shown
 
 
 pytree = _pytree

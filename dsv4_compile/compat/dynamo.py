@@ -18,7 +18,8 @@ from .symbols import Size, value_of
 
 if TYPE_CHECKING:
     import sympy
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 Input: TypeAlias = torch.Tensor | Size  # what Dynamo passes for a placeholder
 Fakes: TypeAlias = "tuple[FakeTensorMode, tuple[Input | None, ...]]"  # a mode and what it has for each placeholder

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, fx
 
-from ..compat.dispatch import OpOverload, pytree
+from ..compat.dispatch import OpKwargs, OpOverload, Tree, pytree
 
 # Torch's own: their schemas tell all that they do.
 OWN_NAMESPACES = frozenset(["aten", "prim", "prims", "profiler"])
@@ -40,17 +40,17 @@ _DATA_CHECKS = frozenset(["_assert_async", "_functional_assert_async"])
 _INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"])
 
 
-def aten_name(func: Any) -> str:
+def aten_name(func: object) -> str:
     """ "empty_like" for aten::empty_like.default; the empty text for what is not of aten, whatever its name."""
     return str(func._opname) if isinstance(func, OpOverload) and func.namespace == "aten" else ""
 
 
-def is_allocation(func: Any) -> bool:
+def is_allocation(func: object) -> bool:
     """One of aten's own `empty` family."""
     return aten_name(func) in ALLOCATIONS
 
 
-def bind_arguments(func: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+def bind_arguments(func: OpOverload, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> OpKwargs:
     """The arguments of a call by their names in the schema."""
     return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
 
@@ -60,17 +60,17 @@ def _argument_names(func: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
-def is_collective(func: Any) -> bool:
+def is_collective(func: object) -> TypeGuard[OpOverload]:
     """An op in which the processes of a group take part, all of them in the same order."""
     return isinstance(func, OpOverload) and func.namespace in _COLLECTIVES
 
 
-def is_wait(func: Any) -> bool:
+def is_wait(func: object) -> bool:
     """`wait_tensor`: it returns its very argument, whose data is there from then on; the schema says neither."""
     return is_collective(func) and str(func._opname) in ("wait_tensor", "_wrap_tensor_autograd")
 
 
-def undeclared_writes(func: OpOverload, bound: Mapping[str, Any]) -> frozenset[str]:
+def undeclared_writes(func: OpOverload, bound: Mapping[str, Tree]) -> frozenset[str]:
     """Arguments that an op writes although its schema does not say so: torch's batch norms, and waits."""
     if is_wait(func):
         return frozenset(_argument_names(func))
@@ -78,7 +78,7 @@ def undeclared_writes(func: OpOverload, bound: Mapping[str, Any]) -> frozenset[s
     return _STATISTICS if keeps else frozenset()
 
 
-def cudagraph_unsafe_reason(func: OpOverload, bound: Mapping[str, Any]) -> str | None:
+def cudagraph_unsafe_reason(func: OpOverload, bound: Mapping[str, Tree]) -> str | None:
     """What an op does, called with these arguments, that a graph cannot replay; None if it is nothing.
 
     Args:
@@ -97,7 +97,7 @@ def cudagraph_unsafe_reason(func: OpOverload, bound: Mapping[str, Any]) -> str |
     return "is tagged cudagraph_unsafe" if torch.Tag.cudagraph_unsafe in func.tags else None
 
 
-def _has_mask(indices: Any) -> bool:
+def _has_mask(indices: object) -> bool:
     masks = (torch.bool, torch.uint8)
     return any(isinstance(leaf, Tensor) and leaf.dtype in masks for leaf in pytree.tree_leaves(indices))
 

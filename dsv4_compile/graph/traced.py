@@ -10,17 +10,20 @@ import enum
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from ..compat.symbols import expr_of, value_of
+from ..compat.symbols import Size, expr_of, value_of
 from ..ops.registry import RegisteredOp
 
+if TYPE_CHECKING:
+    from ..compat.dynamo import FakeTensorMode
+
 SizeValues = Mapping[sympy.Symbol, sympy.Integer]
-Value = Any  # a fake tensor, a SymInt, an int, a float, None, or a tuple or list of them
+Value: TypeAlias = Any  # a fake tensor, a SymInt, an int, a float, None, or a tuple or list of them
 
 
 class Provenance(enum.Enum):
@@ -76,7 +79,7 @@ class FakeInputs:
         concrete: sizes are those of the trace and not symbols.
     """
 
-    mode: Any
+    mode: FakeTensorMode
     values: tuple[Value, ...]
     concrete: bool
 
@@ -88,14 +91,18 @@ class TensorMeta:
     Memory of a tensor with such a bit holds what it did before; whoever reads it conjugates or negates.
     """
 
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    offset: Any
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    offset: Size
     dtype: torch.dtype
     device: torch.device
     storage: int
     conj: bool = False
     neg: bool = False
+
+
+# Of a value: that of a tensor, one for each item of a container, None for what is no tensor.
+Layouts: TypeAlias = "TensorMeta | tuple[Layouts, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ class Effects:
     barrier: str | None = None
     uncapturable: str | None = None
     bucket_scalar: bool = False
-    result: TensorMeta | tuple[Any, ...] | None = None
+    result: Layouts = None
     same_as: fx.Node | None = None
 
     @property
@@ -220,11 +227,11 @@ class TracedGraph:
         nodes = (node for node, effects in self.effects.items() if effects.bucket_scalar)
         return {node: value for node in nodes if (value := traced[node.all_input_nodes[0]]) is not None}
 
-    def knows(self, size: Any) -> bool:
+    def knows(self, size: Size) -> bool:
         """Whether an int or a SymInt follows from the sizes of the inputs, and does not depend on data."""
         return not isinstance(size, torch.SymInt) or expr_of(size).free_symbols <= self.symbols.keys()
 
-    def size_in_trace(self, size: Any) -> int:
+    def size_in_trace(self, size: Size) -> int:
         """What a known size was in the trace."""
         value = value_of(size, self.traced_sizes)
         assert value is not None, f"{size} depends on data"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import sympy
 import torch
@@ -28,12 +27,12 @@ from ..compat.dynamo import (
 from ..compat.symbols import expr_of, plausible_value, traced_value
 from ..errors import TrainingError, UnsupportedInputError
 from ..ops.registry import RegisteredOp
-from .traced import GraphInput, Provenance, TracedGraph
+from .traced import GraphInput, Provenance, TracedGraph, Value
 
 
 def trace_graph(
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Value],
     ops: Mapping[str, RegisteredOp],
     break_reason: str | None = None,
 ) -> TracedGraph:
@@ -76,7 +75,7 @@ def _device(inputs: Sequence[GraphInput]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _input(node: fx.Node, example: Any) -> GraphInput:
+def _input(node: fx.Node, example: object) -> GraphInput:
     static = isinstance(example, torch.Tensor) and is_static_input(example)
     owned = isinstance(example, torch.nn.Parameter) or is_module_buffer(node)
     return GraphInput(
@@ -112,7 +111,7 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return module_of(gm, graph)
 
 
-def _provenance(example: Any) -> Provenance:
+def _provenance(example: object) -> Provenance:
     if not isinstance(example, torch.Tensor):
         return Provenance.SIZE
     if isinstance(example, torch.nn.Parameter):
@@ -120,7 +119,7 @@ def _provenance(example: Any) -> Provenance:
     return Provenance.BUFFER if is_static_input(example) else Provenance.USER_INPUT
 
 
-def _scalar(example: Any) -> float | None:
+def _scalar(example: object) -> float | None:
     if isinstance(example, torch.Tensor) and example.numel() == 1 and example.device.type == "cpu":
         value: float = example.item()
         return value
@@ -135,7 +134,7 @@ def _symbol_inputs(inputs: Sequence[GraphInput]) -> dict[sympy.Symbol, fx.Node]:
     return symbols
 
 
-def _traced_sizes(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> dict[sympy.Symbol, sympy.Integer]:
+def _traced_sizes(inputs: Sequence[GraphInput], example_inputs: Sequence[Value]) -> dict[sympy.Symbol, sympy.Integer]:
     """What each size symbol was in the trace."""
     measured: dict[sympy.Symbol, int] = {}
     for graph_input, example in zip(inputs, example_inputs, strict=True):
@@ -156,7 +155,7 @@ def _traced_sizes(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -
     return found
 
 
-def _refuse_training(node: fx.Node, example: Any) -> None:
+def _refuse_training(node: fx.Node, example: object) -> None:
     if torch.is_grad_enabled() and isinstance(example, torch.Tensor) and example.requires_grad:
         raise TrainingError(
             f"dsv4_piecewise is for inference, but grad is enabled and {_name(node)} requires grad: "
@@ -164,7 +163,7 @@ def _refuse_training(node: fx.Node, example: Any) -> None:
         )
 
 
-def _refuse_subclass(node: fx.Node, example: Any) -> None:
+def _refuse_subclass(node: fx.Node, example: object) -> None:
     if is_traceable_wrapper_subclass(example):
         raise UnsupportedInputError(
             f"{_name(node)} is a {type(example).__name__}: a captured piece needs plain tensors, "

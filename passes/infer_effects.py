@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -44,7 +43,7 @@ from ..errors import Dsv4Error, PlanError
 from ..graph.mode_scopes import autocast_scopes
 from ..graph.op_properties import bind_arguments, is_number_check
 from ..graph.source_lines import where
-from ..graph.traced import Effects, FakeInputs, Provenance, TensorMeta, TracedGraph
+from ..graph.traced import Effects, FakeInputs, Layouts, Provenance, TensorMeta, TracedGraph, Value
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -157,7 +156,7 @@ class _EffectsInterpreter(fx.Interpreter):
             i.node for i in traced.inputs if isinstance(i.value, torch.Tensor) and i.value.dim() == 0 and i.value.is_cpu
         }
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Value:
         try:
             return self._run_node(n)
         except (Dsv4Error, NeedsSymbolsError):
@@ -169,7 +168,7 @@ class _EffectsInterpreter(fx.Interpreter):
             # Some fake-tensor errors would turn into a silent graph break if they left the backend.
             raise PlanError(f"cannot run {n.format_node()} on fake tensors ({where(n)}): {error}") from error
 
-    def _run_node(self, n: fx.Node) -> Any:
+    def _run_node(self, n: fx.Node) -> Value:
         traced = n.meta.get("example_value")
         if n.op == "call_function" and is_number_check(n):
             value, effects = None, _number_check()  # not run: the sizes of the trace may be the ones it refuses
@@ -188,7 +187,7 @@ class _EffectsInterpreter(fx.Interpreter):
         self.effects[n] = replace(effects, result=result, same_as=None if first is n else first)
         return value
 
-    def _run_op(self, n: fx.Node, traced: Any) -> tuple[Any, Effects]:
+    def _run_op(self, n: fx.Node, traced: Value) -> tuple[Value, Effects]:
         try:
             with self.recorder.node(n) as node_effects, autocast_scopes(n):
                 value = super().run_node(n)
@@ -220,7 +219,7 @@ class _EffectsInterpreter(fx.Interpreter):
             with torch.inference_mode(), WholeOps(self.recorder, node_effects):
                 super().run_node(n)  # once more: on fakes nothing comes of it
 
-    def _known(self, traced: Any) -> Any:
+    def _known(self, traced: Value) -> Value:
         """The value of the trace, as a stand-in of this run."""
         if self._fake_inputs.concrete:
             hint = traced.node.hint if isinstance(traced, _SYMBOLIC) else None
@@ -229,7 +228,7 @@ class _EffectsInterpreter(fx.Interpreter):
             return hint
         return pytree.tree_map_only(torch.Tensor, _like, traced)
 
-    def _describe(self, value: Any, traced: Any) -> Any:
+    def _describe(self, value: Value, traced: Value) -> Layouts:
         """`TensorMeta` of a tensor, a tuple of them for a container, None for anything else."""
         if isinstance(value, (tuple, list)):
             items = traced if isinstance(traced, (tuple, list)) else [None] * len(value)
@@ -265,7 +264,7 @@ def _number_check() -> Effects:
     return Effects(barrier=reason, uncapturable=reason)
 
 
-def _tensors_of(n: fx.Node, env: Mapping[fx.Node, Any]) -> list[fx.Node]:
+def _tensors_of(n: fx.Node, env: Mapping[fx.Node, Value]) -> list[fx.Node]:
     return [arg for arg in n.all_input_nodes if isinstance(env[arg], torch.Tensor)]
 
 
@@ -283,7 +282,7 @@ def _agree(graph: TracedGraph, value: torch.Tensor, traced: torch.Tensor) -> boo
     return [value_of(size, sizes) for size in layout] == [*value.shape, *value.stride(), value.storage_offset()]
 
 
-def _is_data_dependent(n: fx.Node, traced: Any, env: Mapping[fx.Node, Any]) -> bool:
+def _is_data_dependent(n: fx.Node, traced: Value, env: Mapping[fx.Node, Value]) -> bool:
     """A number taken from a tensor's data, or a result whose size is.
 
     Sizes that follow from the inputs' are no longer read off tensors here, and a plain number is one that Dynamo knew.

@@ -16,9 +16,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ..analysis.sizes import bytes_needed
 from ..compat.symbols import build_expr, expr_of
@@ -47,7 +47,9 @@ def relate_offsets(traced: TracedGraph) -> TracedGraph:
         if not effects[node].is_view:
             effects[node] = replace(effects[node], uncapturable=effects[node].uncapturable or BY_PLACE)
         base = _argument(node, names, "input")
-        meta = effects[base].result if isinstance(base, fx.Node) else None
+        if not isinstance(base, fx.Node):
+            continue
+        meta = effects[base].result
         if isinstance(meta, TensorMeta) and traced.storages[meta.storage] is Provenance.ACTIVATION:
             _relate(traced, node, names, _with_known_offset(traced, node, base), effects)
     return replace(traced, effects=effects)
@@ -72,7 +74,7 @@ def _knows_offset(traced: TracedGraph, node: fx.Node) -> bool:
     return isinstance(meta, TensorMeta) and traced.knows(meta.offset)
 
 
-def _argument(node: fx.Node, names: Sequence[str], name: str) -> Any:
+def _argument(node: fx.Node, names: Sequence[str], name: str) -> Argument:
     """An argument of a call, however it is given; None where it is left out."""
     index = names.index(name)
     if index < len(node.args):
@@ -111,7 +113,7 @@ def _set_offset(node: fx.Node, names: Sequence[str], offset: fx.Node) -> None:
         node.kwargs = {**node.kwargs, "storage_offset": offset}
 
 
-def _scatter_from(node: fx.Node, names: Sequence[str], start: Any, offset: Any) -> None:
+def _scatter_from(node: fx.Node, names: Sequence[str], start: Argument, offset: Argument) -> None:
     base, src, size, stride = (_argument(node, names, name) for name in names[:4])
     node.op, node.target = "call_function", as_strided_scatter
     node.args, node.kwargs = (base, src, size, stride, offset, start), {}

@@ -10,8 +10,6 @@ the view they amount to, for all later users: afterwards a node's shape never ch
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -19,7 +17,7 @@ from ..compat.dispatch import OpOverload, OpOverloadPacket, op_name, pytree, res
 from ..compat.functorch import is_transform_node
 from ..errors import UnsupportedInputError, UnsupportedTransformError
 from ..graph.source_lines import where
-from ..graph.traced import TracedGraph
+from ..graph.traced import TracedGraph, Value
 
 _METADATA_METHODS = {
     "t_": "t",
@@ -59,7 +57,7 @@ def _drop_detach(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _is_op(target: Any) -> bool:
+def _is_op(target: object) -> bool:
     return isinstance(getattr(target, "_opoverload", target), (OpOverload, OpOverloadPacket))
 
 
@@ -75,11 +73,11 @@ def _call_overload(node: fx.Node) -> None:
     node.target, node.args, node.kwargs = overload, tuple(positional), rest
 
 
-def _example(node: fx.Node) -> Any:
+def _example(node: fx.Node) -> Value:
     return node.meta.get("example_value")
 
 
-def _view_target(node: fx.Node) -> Any:
+def _view_target(node: fx.Node) -> OpOverload | str | None:
     """For a call that changes the shape of its argument in place: the target that returns a view of that shape."""
     if node.op == "call_method":
         return _METADATA_METHODS.get(str(node.target))
@@ -88,10 +86,11 @@ def _view_target(node: fx.Node) -> Any:
     packet = getattr(torch.ops.aten, node.target._opname.removesuffix("_"), None)
     if packet is None or node.target._overloadname not in packet.overloads():
         raise UnsupportedInputError(f"{op_name(node.target)} changes a tensor's memory in place ({where(node)})")
-    return getattr(packet, node.target._overloadname)
+    view: OpOverload = getattr(packet, node.target._overloadname)
+    return view
 
 
-def _make_view(node: fx.Node, view: Any) -> None:
+def _make_view(node: fx.Node, view: OpOverload | str) -> None:
     base = node.args[0]
     assert isinstance(base, fx.Node)
     # `y = h.add_(1)` and `h.contiguous()` may be the very tensor object `h`, whose shape changes with it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -179,7 +178,7 @@ def _data_dependent_sizes(traced: TracedGraph) -> dict[fx.Node, str]:
     return found
 
 
-def has_unknown_size(traced: TracedGraph, result: Any) -> bool:
+def has_unknown_size(traced: TracedGraph, result: object) -> bool:
     """Whether the layout of a result, or of an item of it, depends on more than the sizes of the graph's inputs."""
     metas = (meta for meta in pytree.tree_leaves(result) if isinstance(meta, TensorMeta))
     return not all(traced.knows(size) for meta in metas for size in (*meta.shape, *meta.stride))

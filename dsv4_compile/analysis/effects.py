@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import fx
 
-from ..compat.dispatch import OpOverload, TorchDispatchMode, op_name, pytree
+from ..compat.dispatch import Op, OpArgs, OpKwargs, OpOverload, TorchDispatchMode, Tree, op_name, pytree
 from ..errors import AliasingOpError
 from ..graph.fused_call import FusedCall
 from ..graph.op_properties import (
@@ -44,7 +43,7 @@ class Storages:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []
+        self._alive: list[torch.UntypedStorage] = []
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage."""
@@ -68,10 +67,10 @@ class NodeEffects:
     random: bool = False
     barrier: str | None = None
     uncapturable: str | None = None
-    makers: set[Any] = field(default_factory=set)
+    makers: set[Op] = field(default_factory=set)
     pinned: bool = False
 
-    def effects(self, value: Any) -> Effects:
+    def effects(self, value: object) -> Effects:
         """The node's effects, given its value."""
         uncapturable, barrier = self.uncapturable, self.barrier
         if value is None and not self.ops and self.node.op == "call_function":
@@ -114,7 +113,7 @@ class EffectsRecorder(TorchDispatchMode):
             yield self._node_effects
         self._node_effects = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None) -> Tree:
         kwargs = kwargs or {}
         before = {self.storages.number(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = args[0] if is_wait(func) else func(*args, **kwargs)  # its fake makes a new tensor
@@ -130,7 +129,9 @@ class EffectsRecorder(TorchDispatchMode):
             node_effects.makers.add(func)
         return result
 
-    def _record_op(self, node_effects: NodeEffects, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_op(
+        self, node_effects: NodeEffects, func: OpOverload, args: OpArgs, kwargs: OpKwargs, result: Tree
+    ) -> None:
         name = op_name(func)
         bound = bind_arguments(func, args, kwargs)
         registered = self.record_role(node_effects, func, bound)
@@ -155,21 +156,23 @@ class EffectsRecorder(TorchDispatchMode):
             if _host_effect(func) and not (registered and registered.role == "capture"):
                 node_effects.uncapturable = node_effects.uncapturable or _HOST_EFFECT
 
-    def _record_data_check(self, node_effects: NodeEffects, name: str, bound: Mapping[str, Any]) -> None:
+    def _record_data_check(self, node_effects: NodeEffects, name: str, bound: Mapping[str, Tree]) -> None:
         """What follows a check in the program happens only if it holds, so nothing passes it."""
         node_effects.barrier = node_effects.barrier or f"{name} checks data"
         if any(not tensor.is_cpu for tensor in _tensors(bound)):
             # a kernel that fails inside of a graph leaves the process without its device
             node_effects.uncapturable = node_effects.uncapturable or f"{name} checks data, which is safer outside"
 
-    def _record_collective(self, node_effects: NodeEffects, bound: Mapping[str, Any]) -> None:
+    def _record_collective(self, node_effects: NodeEffects, bound: Mapping[str, Tree]) -> None:
         """The other processes do the same at the same time, so it keeps its place in the program."""
         is_host = all(tensor.is_cpu for tensor in _tensors(bound))
         reason = "a collective runs on the host here" if is_host else "a collective runs outside of graphs here"
         node_effects.barrier = node_effects.barrier or reason
         node_effects.uncapturable = node_effects.uncapturable or reason
 
-    def record_role(self, node_effects: NodeEffects, func: Any, bound: Mapping[str, Any]) -> RegisteredOp | None:
+    def record_role(
+        self, node_effects: NodeEffects, func: OpOverload, bound: Mapping[str, Tree]
+    ) -> RegisteredOp | None:
         """Note a call of an op and what it is registered as."""
         name = op_name(func)
         registered = find_op(self._ops, name)
@@ -186,7 +189,7 @@ class EffectsRecorder(TorchDispatchMode):
         """Whether an op has a role."""
         return find_op(self._ops, op_name(func)) is not None
 
-    def record_whole(self, node_effects: NodeEffects, func: Any, bound: Mapping[str, Any]) -> None:
+    def record_whole(self, node_effects: NodeEffects, func: OpOverload, bound: Mapping[str, Tree]) -> None:
         """Note the call of an op that the mode may not have seen: torch takes composite ops apart before."""
         registered = self.record_role(node_effects, func, bound)
         name = op_name(func)
@@ -195,7 +198,7 @@ class EffectsRecorder(TorchDispatchMode):
                 numbers = [self.storages.number(tensor) for tensor in _tensors(bound.get(argument))]
                 node_effects.accesses += [Access(name, argument, number, False, True) for number in numbers]
 
-    def _record_opaque(self, node_effects: NodeEffects, func: Any, inputs: set[int]) -> None:
+    def _record_opaque(self, node_effects: NodeEffects, func: Op, inputs: set[int]) -> None:
         """A higher-order op that did not run its body op by op: it may do anything to its inputs."""
         name = str(func)
         node_effects.ops.append(name)
@@ -203,7 +206,7 @@ class EffectsRecorder(TorchDispatchMode):
         node_effects.uncapturable = f"higher-order op {name} decides on the host what it runs"
         node_effects.barrier = f"higher-order op {name}"
 
-    def _check_aliasing(self, node: fx.Node, func: Any, bound: Mapping[str, Any], result: Any) -> None:
+    def _check_aliasing(self, node: fx.Node, func: OpOverload, bound: Mapping[str, Tree], result: Tree) -> None:
         """Refuse an op that returns (a view of) an argument although its schema promises a fresh tensor."""
         returned = result if len(func._schema.returns) > 1 else (result,)  # one return may be a list of tensors
         taken = {self.storages.number(t): name for name, value in bound.items() for t in _tensors(value)}
@@ -225,7 +228,7 @@ class WholeOps(TorchDispatchMode):
         self._recorder = recorder
         self._node_effects = node_effects
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None) -> Tree:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and self._recorder.is_registered(func):
             self._recorder.record_whole(self._node_effects, func, bind_arguments(func, args, kwargs))
@@ -235,12 +238,12 @@ class WholeOps(TorchDispatchMode):
 _HOST_EFFECT = "declares no effect, so it has one on the host"
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @cache
-def _data_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+def _data_arguments(func: OpOverload) -> tuple[tuple[str, bool], ...]:
     """The arguments whose data the op touches, with whether it writes them."""
     returns = func._schema.returns
     # one that also returns something of its own has read the data to make it
@@ -259,11 +262,11 @@ def _data_arguments(func: Any) -> tuple[tuple[str, bool], ...]:
 
 
 @cache
-def _host_effect(func: Any) -> bool:
+def _host_effect(func: OpOverload) -> bool:
     return not func._schema.returns and not func._schema.is_mutable
 
 
-def _why_barrier(func: Any, name: str, registered: RegisteredOp | None) -> str | None:
+def _why_barrier(func: OpOverload, name: str, registered: RegisteredOp | None) -> str | None:
     if registered and registered.reads_context:
         return f"{name} reads the step context"
     if func.namespace not in OWN_NAMESPACES and _host_effect(func):

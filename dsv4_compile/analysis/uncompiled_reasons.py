@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..compat.dispatch import pytree
-from ..compat.symbols import expr_of
+from ..compat.symbols import Size, expr_of
 from ..graph.fused_call import FusedCall
 from ..graph.op_properties import checks_data, strided_name
 from ..graph.partitioned import Unit
@@ -87,7 +87,7 @@ def _why_reads_around(traced: TracedGraph, unit: Unit) -> str | None:
 
 def _has_internal_overlap(meta: TensorMeta) -> bool:
     """Whether two elements may lie at one address: ordered by stride, each has to step over all before it."""
-    reach = 0
+    reach: Size = 0
     steps = [(stride, size) for size, stride in zip(meta.shape, meta.stride, strict=True)]
     if not all(isinstance(number, int) for step in steps for number in step):
         return any(isinstance(stride, int) and stride == 0 for stride in meta.stride)

@@ -20,7 +20,7 @@ nor a replay and a capture of one pool may run at the same time, and seeing to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -66,7 +66,7 @@ class Engine(Protocol):
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory that outlives captures: see `allocate_poisoned`."""
 
-    def make_pool(self) -> Any:
+    def make_pool(self) -> Pool:
         """A new `Pool` for captures of this engine."""
 
     def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> str | None:
@@ -100,7 +100,7 @@ class Engine(Protocol):
 class LaunchRecord:
     """A `CapturedGraph`: calls that replay in order, and what has to live as long as they do."""
 
-    def __init__(self, name: str, launches: list[Callable[[], None]], keep_alive: list[Any]) -> None:
+    def __init__(self, name: str, launches: list[Callable[[], object]], keep_alive: Sequence[object]) -> None:
         def replay() -> None:
             for launch in launches:
                 launch()
@@ -108,7 +108,7 @@ class LaunchRecord:
         self.replay: Callable[[], None] = replay
         self._name = name
         self._launches = launches
-        self._keep_alive = keep_alive
+        self._keep_alive = list(keep_alive)
 
     def release(self) -> None:
         """See `CapturedGraph.release`."""

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class OpaqueRecorder(Protocol):
     def record_function(
         self,
         name: str,
-        function: Callable[..., Any],
-        args: Sequence[Any],
+        function: Callable[..., object],
+        args: Sequence[object],
         written: Sequence[bool],
         returns: Sequence[Tensor],
     ) -> Sequence[Tensor]:
@@ -84,8 +84,12 @@ def is_capturing() -> bool:
 
 
 def launch(
-    name: str, function: Callable[..., Any], args: Sequence[Any], written: Sequence[bool], returns: Sequence[Tensor]
-) -> Any:
+    name: str,
+    function: Callable[..., object],
+    args: Sequence[object],
+    written: Sequence[bool],
+    returns: Sequence[Tensor],
+) -> object:
     """Call a compiled function, or have it recorded.
 
     Args:
@@ -118,7 +122,7 @@ def offering(streams: Streams | None) -> Iterator[None]:
         _recorded.streams = before
 
 
-def restoring(function: Callable[..., Result], *args: Any) -> Result:
+def restoring(function: Callable[..., Result], *args: object) -> Result:
     """Call a function; whatever it leaves behind in this thread is taken back, interrupted or not.
 
     That is grad mode, autocast, modes, the capture and its lock, but not what the function is there to change.
@@ -141,7 +145,7 @@ def restoring(function: Callable[..., Result], *args: Any) -> Result:
 class _ThreadState:
     torch: TorchState
     holds_lock: bool
-    recorded: dict[str, Any]
+    recorded: dict[str, object]
 
     @classmethod
     def now(cls) -> _ThreadState:

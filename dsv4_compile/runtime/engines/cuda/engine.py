@@ -32,13 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....analysis.slot_placement import ALIGNMENT
-from ....compat.cuda import stop_recording_to_pool
+from ....compat.cuda import PoolHandle, stop_recording_to_pool
 from ....errors import CaptureError, Dsv4Error
 from ..base import LaunchRecord, allocate_poisoned
 from ..capture_state import no_capture_elsewhere, offering, recording
@@ -135,7 +134,7 @@ class CudaEngine:
             self._free_generators()
             raise
 
-    def _drop(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+    def _drop(self, graph: torch.cuda.CUDAGraph, handle: PoolHandle) -> None:
         graph.reset()  # first: that of torch 2.14 does itself what the next line does, which must not come twice
         stop_recording_to_pool(self._device.index, handle)
         self._invalid.append(graph)

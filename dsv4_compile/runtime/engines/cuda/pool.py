@@ -6,9 +6,10 @@ torch refuses a capture into a pool whose graphs are all gone, so a pool takes a
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
+
+from ....compat.cuda import PoolHandle
 
 
 class CudaPool:
@@ -24,7 +25,7 @@ class CudaPool:
 
     def renew(self) -> None:
         """Give the captures to come another pool."""
-        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.handle: PoolHandle = torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[object] = weakref.WeakSet()
 
     def join(self) -> list[object]:

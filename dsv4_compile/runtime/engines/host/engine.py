@@ -23,8 +23,7 @@ as a wrong number and not as a crash.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from .recorder import Recorder
 class HostLaunchRecord(LaunchRecord):
     """A captured graph whose replay leaves autocast blocks: the casts were recorded, and would be made twice."""
 
-    def __init__(self, name: str, launches: list[Callable[[], None]], keep_alive: list[Any]) -> None:
+    def __init__(self, name: str, launches: list[Callable[[], object]], keep_alive: Sequence[object]) -> None:
         super().__init__(name, launches, keep_alive)
         run_all = self.replay
 

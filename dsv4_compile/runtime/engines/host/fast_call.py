@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType
-from typing import Any
 
 from torch import Tensor
 
-from ....compat.dispatch import PUBLIC_HOMES, OpOverload, TorchDispatchMode
+from ....compat.dispatch import PUBLIC_HOMES, Op, OpArgs, OpKwargs, OpOverload, TorchDispatchMode, Tree
 from ....compat.thread_state import leave_modes
 from .op_kinds import bind_kernel
 from .out_variants import out_names
 from .tree import leaves_of
 
 
-def bind_fastest(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+def bind_fastest(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Callable[[], object]:
     """Bind a public function if it is the same call, else the op's kernel."""
     for public in _public_calls(func, args, kwargs):
         if is_same_call(public, partial(func, *args, **kwargs)):
@@ -29,7 +28,7 @@ def bind_fastest(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return bind_kernel(func, args, kwargs)
 
 
-def is_same_call(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+def is_same_call(one: Callable[[], object], other: Callable[[], object]) -> bool:
     """Whether both reach the dispatcher first with the same op and the same values; nothing runs."""
     try:
         return _same(_DryRun.first_call(one), _DryRun.first_call(other))
@@ -39,7 +38,7 @@ def is_same_call(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
         return False
 
 
-def _public_calls(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+def _public_calls(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Iterator[Callable[[], object]]:
     """Public functions of the op's name, with the arguments bound."""
     if func.namespace != "aten" or not any(isinstance(leaf, Tensor) for leaf in leaves_of(args)):
         return  # without a tensor among them, a default device of the caller would get into the call
@@ -62,21 +61,21 @@ class _ReachedError(Exception):
 class _DryRun(TorchDispatchMode):
     """Notes what reaches the dispatcher first, and runs none of it."""
 
-    call: Any = None
+    call: object = None
 
     @classmethod
-    def first_call(cls, call: Callable[[], Any]) -> Any:
+    def first_call(cls, call: Callable[[], object]) -> object:
         mode = cls()
         with suppress(_ReachedError), mode:
             call()
         return mode.call
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None) -> Tree:
         self.call = (func, args, kwargs or {})
         raise _ReachedError
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):

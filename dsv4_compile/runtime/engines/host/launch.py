@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....analysis.byte_ranges import byte_range, ranges_meet
-from ....compat.dispatch import OpOverload
+from ....compat.dispatch import OpArgs, OpKwargs, OpOverload, Tree
 from ....errors import CaptureError
 from ....graph.op_properties import undeclared_writes
 from .fast_call import bind_fastest
@@ -54,8 +53,8 @@ class Launch:
     """
 
     func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: OpArgs
+    kwargs: OpKwargs
     returns: tuple[Operand | None, ...] = ()
     operands: list[Operand] = field(init=False)
 
@@ -111,7 +110,7 @@ class Launch:
         """Whether it may touch memory that its operands do not show."""
         return is_opaque(self.func)
 
-    def bind(self) -> Callable[[], Any]:
+    def bind(self) -> Callable[[], object]:
         """A call without arguments that runs the kernel and leaves its results in `results`."""
         args, kwargs = map_leaves(lambda operand: operand.tensor, Operand, (self.args, self.kwargs))
         results = [operand.tensor for operand in self.results]
@@ -143,8 +142,8 @@ class FunctionLaunch:
     """
 
     name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Callable[..., object]
+    args: OpArgs
     written: tuple[bool, ...]
     results: list[Operand]
     operands: list[Operand] = field(init=False)
@@ -163,10 +162,10 @@ class FunctionLaunch:
         changed = (arg for arg, is_written in zip(self.args, self.written, strict=True) if is_written)
         return [*(arg for arg in changed if isinstance(arg, Operand)), *self.results]
 
-    def bind(self) -> Callable[[], Any]:
+    def bind(self) -> Callable[[], object]:
         """A call without arguments, under the autocast of the capture."""
         args = map_leaves(lambda operand: operand.tensor, Operand, self.args)
-        run: Callable[[], Any] = partial(self.function, *args)
+        run: Callable[[], object] = partial(self.function, *args)
         if self.results:
             run = partial(_run_and_copy, self.name, run, [operand.tensor for operand in self.results])
         is_on, dtype = self.autocast
@@ -180,18 +179,18 @@ def _is_written(argument: torch.Argument) -> bool:
 AnyLaunch = Launch | FunctionLaunch
 
 
-def _run_in_autocast(run: Callable[[], Any], dtype: torch.dtype) -> None:
+def _run_in_autocast(run: Callable[[], object], dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         run()
 
 
-def _run_and_copy(name: str, run: Callable[[], Any], targets: list[Tensor | None]) -> None:
+def _run_and_copy(name: str, run: Callable[[], Tree], targets: list[Tensor | None]) -> None:
     for target, value in zip(targets, leaves_of(run()), strict=True):
         if target is not None:
             _copy_result(name, target, value)
 
 
-def _run_and_copy_one(name: str, run: Callable[[], Any], target: Tensor) -> None:
+def _run_and_copy_one(name: str, run: Callable[[], Tree], target: Tensor) -> None:
     _copy_result(name, target, run())
 
 

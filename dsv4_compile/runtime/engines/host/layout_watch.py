@@ -8,14 +8,16 @@ elements. So what the kernel gave is kept, and the recorder goes by it. An op fo
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ....compat.dispatch import (
     NoFunctionModes,
+    Op,
+    OpArgs,
+    OpKwargs,
     OpOverload,
     TorchDispatchMode,
+    Tree,
     call_composite_kernel,
     op_name,
 )
@@ -46,7 +48,7 @@ class LayoutWatch(TorchDispatchMode):
         self._meta_cache = meta_cache
         self.other_op: str | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None) -> Tree:
         kwargs = kwargs or {}
         if self.other_op is not None or not isinstance(func, OpOverload) or func.namespace not in OWN_NAMESPACES:
             return func(*args, **kwargs)
@@ -67,7 +69,7 @@ class LayoutWatch(TorchDispatchMode):
         return result
 
 
-def _said_by_meta(func: OpOverload, args: Any, kwargs: Any) -> list[Any] | None:
+def _said_by_meta(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> list[Tree] | None:
     """Leaves of what the meta kernel gives; None if it cannot be asked, which a recorder refuses with its reason."""
     meta = MetaArguments()
     try:
@@ -76,7 +78,7 @@ def _said_by_meta(func: OpOverload, args: Any, kwargs: Any) -> list[Any] | None:
         return None
 
 
-def _differ(real: Any, said: Any) -> bool:
+def _differ(real: Tree, said: Tree) -> bool:
     if not isinstance(real, Tensor) or not is_meta_tensor(said) or is_meta_tensor(real):
         return False
     if real.dtype != said.dtype or real.size() != said.size():

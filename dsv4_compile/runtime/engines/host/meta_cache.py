@@ -14,12 +14,11 @@ It comes before the others and is never dropped, since a capture relies on it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....compat.dispatch import OpOverload
+from ....compat.dispatch import OpArgs, OpKwargs, OpOverload, Tree
 from .result_meta import is_meta_tensor, returned_arguments
 from .tree import leaves_of, map_leaves
 
@@ -36,14 +35,14 @@ class MetaCache:
         self._known: dict[Key, object] = {}
         self._real: dict[Key, object] = {}
 
-    def keep_real(self, func: OpOverload, args: Any, kwargs: Any, results: Any) -> bool:
+    def keep_real(self, func: OpOverload, args: OpArgs, kwargs: OpKwargs, results: Tree) -> bool:
         """Keep what a kernel gave, if these are new tensors; False if nobody would look it up. Needs no lock."""
         if func._schema.is_mutable or key_of_call(func, args, kwargs) is None:
             return False
         self._real[_key_of_real(func, args, kwargs)] = map_leaves(_on_meta, Tensor, results)
         return True
 
-    def get(self, key: Key | None, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def get(self, key: Key | None, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         """What the op returns, as for `keep`; None if it is not known."""
         real = self._real.get(_key_of_real(func, args, kwargs)) if self._real and key is not None else None
         if real is not None:
@@ -51,7 +50,7 @@ class MetaCache:
         known = None if key is None else self._known.get(key)
         return returned_arguments(func, args, kwargs) if known is _ITS_ARGUMENTS else known
 
-    def keep(self, key: Key | None, func: OpOverload, results: Any) -> None:
+    def keep(self, key: Key | None, func: OpOverload, results: Tree) -> None:
         """Keep what an op returned, if it is of the two kinds that stay right."""
         if key is None:
             return
@@ -64,7 +63,7 @@ class MetaCache:
             self._known[key] = _ITS_ARGUMENTS
 
 
-def key_of_call(func: OpOverload, args: Any, kwargs: Any) -> Key | None:
+def key_of_call(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Key | None:
     """All that the layouts of an op's results depend on; None for an op that has to be asked."""
     if func.namespace != "aten" or (func._schema.is_mutable and not _returns_only_arguments(func)):
         return None
@@ -77,7 +76,7 @@ def key_of_call(func: OpOverload, args: Any, kwargs: Any) -> Key | None:
     return key
 
 
-def _key_of_real(func: OpOverload, args: Any, kwargs: Any) -> Key:
+def _key_of_real(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Key:
     """As above, but for strides where a size is 1: in a capture they are those of the plan, in a warm-up any."""
     args, kwargs = map_leaves(_with_plain_strides, Tensor, (args, kwargs))
     return (func, _frozen(args), _frozen(kwargs))
@@ -97,7 +96,7 @@ def _returns_only_arguments(func: OpOverload) -> bool:
     return bool(returns) and all(value.alias_info is not None and value.alias_info.is_write for value in returns)
 
 
-def _frozen(value: Any) -> Hashable:
+def _frozen(value: object) -> Hashable:
     """A hashable value that differs for 1, 1.0 and True, and for tensors of different layouts."""
     if isinstance(value, Tensor):
         return value.size(), value.stride(), value.dtype

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 
-from ....compat.dispatch import Argument, OpOverload, bind_cpu_kernel, kernel_of
+from ....compat.dispatch import Argument, OpArgs, OpKwargs, OpOverload, Tree, bind_cpu_kernel, kernel_of
 from ....graph.op_properties import ALLOCATIONS, UNDECLARED_VIEWS, aten_name
 
 # Each with the place of its value among the arguments, or the value itself.
@@ -75,7 +74,7 @@ def why_opaque_is_refused(func: OpOverload) -> str | None:
     return "returns a value to the host" if _returns_host_values(func) else None
 
 
-def bind_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
+def bind_kernel(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Callable[[], object]:
     """The op's CPU kernel with its arguments bound, without the detour over autograd where possible."""
     for argument, value in argument_values(func, args, kwargs):
         if str(argument.type) == "Tensor" and isinstance(value, (bool, int, float, complex)):
@@ -83,7 +82,7 @@ def bind_kernel(func: OpOverload, args: Any, kwargs: Any) -> Callable[[], Any]:
     return bind_cpu_kernel(func, args, kwargs)
 
 
-def fill_value(func: OpOverload, args: Any) -> Any:
+def fill_value(func: OpOverload, args: OpArgs) -> Tree:
     """What a FILL op fills its result with."""
     place, value = _FILLS[func._opname]
     return value if place is None else args[place]
@@ -94,7 +93,7 @@ def is_opaque(func: OpOverload) -> bool:
     return func.namespace not in _OWN
 
 
-def argument_values(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Argument, Any]]:
+def argument_values(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Iterator[tuple[Argument, Tree]]:
     """The arguments that were given, each with its place in the schema."""
     yield from zip(func._schema.arguments, args, strict=False)
     by_name = {argument.name: argument for argument in func._schema.arguments}

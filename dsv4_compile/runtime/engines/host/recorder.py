@@ -8,7 +8,7 @@ made outside inference mode, so that a replay may write to the memory in any mod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,12 @@ from torch import Tensor
 from ....analysis.sizes import bytes_needed
 from ....compat.dispatch import (
     NoFunctionModes,
+    Op,
+    OpArgs,
+    OpKwargs,
     OpOverload,
     TorchDispatchMode,
+    Tree,
     bind_cpu_kernel,
     call_composite_kernel,
 )
@@ -34,6 +38,7 @@ from .stream_log import HostStreams
 from .sync_guard import HostReadGuard, refusal, why_refused
 from .tree import leaves_of, map_leaves
 
+Result = TypeVar("Result")
 _COPIES = ("clone", "_to_copy")
 
 
@@ -62,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self._failure: CaptureError | None = None
         self._blocks: set[PoolBlock] = set()
 
-    def run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[[], Result]) -> Result:
         """Call a function, recording its ops."""
         with self, self._guard:
             return function()
@@ -70,8 +75,8 @@ class Recorder(TorchDispatchMode):
     def record_function(
         self,
         name: str,
-        function: Callable[..., Any],
-        args: Sequence[Any],
+        function: Callable[..., object],
+        args: Sequence[Tree],
         written: Sequence[bool],
         returns: Sequence[Tensor],
     ) -> Sequence[Tensor]:
@@ -83,7 +88,7 @@ class Recorder(TorchDispatchMode):
             self._add(FunctionLaunch(name, function, operands, tuple(written), results))
             return made
 
-    def finish(self) -> list[Callable[[], Any]]:
+    def finish(self) -> list[Callable[[], object]]:
         """Calls that replay what was recorded, in order.
 
         Raises:
@@ -112,10 +117,12 @@ class Recorder(TorchDispatchMode):
         self.streams.clear()
         self._blocks.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None) -> Tree:
         kwargs = kwargs or {}
         # reading a tensor's attributes calls the guard, and so do meta kernels that are Python: none of its business
         with NoFunctionModes():
+            if not isinstance(func, OpOverload):
+                self._refuse(f"higher-order op {func}", "decides on the host what it runs")
             kind = self._check(func, args, kwargs)
             if kind is OpKind.METADATA:
                 return func(*args, **kwargs)
@@ -127,9 +134,7 @@ class Recorder(TorchDispatchMode):
         with self:  # and without the guard, see `call_composite_kernel`
             return call_composite_kernel(func, args, kwargs)
 
-    def _check(self, func: Any, args: Any, kwargs: Any) -> OpKind:
-        if not isinstance(func, OpOverload):
-            self._refuse(f"higher-order op {func}", "decides on the host what it runs")
+    def _check(self, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpKind:
         foreign = next(filter(None, map(why_foreign, leaves_of((args, kwargs)))), None)
         kind = OpKind.METADATA if is_meta_work(args, kwargs) else kind_of(func)
         reason = foreign or why_refused(func, args, kwargs) or (kind is OpKind.LAUNCH and why_opaque_is_refused(func))
@@ -137,7 +142,7 @@ class Recorder(TorchDispatchMode):
             self._refuse(func.name(), reason)
         return kind
 
-    def _record(self, kind: OpKind, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _record(self, kind: OpKind, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         if kind is OpKind.METADATA_IN_PLACE:
             return self._change_metadata(func, args, kwargs)
         if kind is OpKind.CONSTANT:
@@ -148,7 +153,7 @@ class Recorder(TorchDispatchMode):
         self._failure = refusal(what, reason, self._name)
         raise self._failure
 
-    def _make_results(self, kind: OpKind, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _make_results(self, kind: OpKind, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         """The op's results, and unless it only allocates, a launch that fills them."""
         inferred = self._infer(func, args, kwargs)
         results = map_leaves(self._allocate_like, Tensor, inferred)
@@ -170,7 +175,7 @@ class Recorder(TorchDispatchMode):
         """Record that a new tensor is filled from another one."""
         return self._write(torch.ops.aten.copy_.default, made, self._operand(source))
 
-    def _write(self, func: OpOverload, made: Tensor, value: Any) -> Tensor:
+    def _write(self, func: OpOverload, made: Tensor, value: Tree) -> Tensor:
         target = self._operand(made)
         self._add(Launch(func, (target, value), {}, (target,)))
         return made
@@ -192,7 +197,7 @@ class Recorder(TorchDispatchMode):
         self._blocks.add(block)  # the pool itself holds it weakly
         return tensor_in(block.start_lease(nbytes), like, 0)
 
-    def _infer(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _infer(self, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         """What the op returns: its own arguments where it returns them, meta tensors for new ones."""
         key = key_of_call(func, args, kwargs)
         if (known := self._meta_cache.get(key, func, args, kwargs)) is not None:
@@ -225,7 +230,7 @@ class Recorder(TorchDispatchMode):
         tensor.set_(self._allocate(wanted))  # type: ignore[call-overload]
         return True
 
-    def _change_metadata(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _change_metadata(self, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         tensor = args[0]
         if self._pool.block_of(tensor) is None and func._opname != "detach_":
             reason = "changes sizes or strides of a tensor made outside of the capture, which no replay repeats,"

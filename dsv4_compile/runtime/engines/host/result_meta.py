@@ -6,12 +6,10 @@ when a piece is captured.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ....compat.dispatch import OpOverload
+from ....compat.dispatch import OpArgs, OpKwargs, OpOverload, Tree
 from .op_kinds import argument_values, has_argument
 from .tree import leaves_of, map_leaves
 
@@ -23,11 +21,11 @@ class MetaArguments:
         self._meta: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}
 
-    def of(self, values: Any) -> Any:
+    def of(self, values: Tree) -> Tree:
         """The same values with meta tensors, and without generators, which are not on the meta device."""
         return map_leaves(self._as_meta, (Tensor, torch.Generator), values)
 
-    def undo(self, values: Any) -> Any:
+    def undo(self, values: Tree) -> Tree:
         """The same values with the original of each meta tensor; other tensors on the meta device stay."""
         return map_leaves(lambda value: self._originals.get(id(value), value), Tensor, values)
 
@@ -42,12 +40,12 @@ class MetaArguments:
         return meta
 
 
-def is_meta_tensor(value: Any) -> bool:
+def is_meta_tensor(value: object) -> bool:
     """Whether a value is a tensor on the meta device."""
     return isinstance(value, Tensor) and value.is_meta
 
 
-def is_meta_work(args: Any, kwargs: Any) -> bool:
+def is_meta_work(args: OpArgs, kwargs: OpKwargs) -> bool:
     """Whether a call is about tensors without memory, so that there is nothing to record."""
     if any(is_meta_tensor(leaf) for leaf in leaves_of((args, kwargs))):
         return True
@@ -55,7 +53,7 @@ def is_meta_work(args: Any, kwargs: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "meta"
 
 
-def on_meta(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
+def on_meta(func: OpOverload, kwargs: OpKwargs) -> OpKwargs:
     """The keyword arguments that make an op work on the meta device."""
     changed = dict(kwargs)
     if has_argument(func, "device"):
@@ -65,14 +63,14 @@ def on_meta(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def returned_arguments(func: OpOverload, args: Any, kwargs: Any) -> Any:
+def returned_arguments(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
     """What an op returns that returns nothing but arguments which it writes."""
     written = [value for argument, value in argument_values(func, args, kwargs) if argument.is_write]
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written[:count])
 
 
-def why_foreign(value: Any) -> str | None:
+def why_foreign(value: object) -> str | None:
     """Why an argument is out of place in a captured graph of CPU work, or None."""
     if isinstance(value, torch.device):
         return None if value.type in ("cpu", "meta") else f"works on {value}, and this engine records work of the CPU,"

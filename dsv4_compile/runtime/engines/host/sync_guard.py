@@ -7,14 +7,14 @@ them. `Tensor.cpu()` is no copy on a CPU and is let through: what would read its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ....compat.dispatch import OpOverload
+from ....compat.dispatch import OpArgs, OpKwargs, OpOverload, Tree
 from ....errors import CaptureError
 from ....graph.op_properties import bind_arguments, cudagraph_unsafe_reason
 from ..user_line import current_line
@@ -42,7 +42,7 @@ _SPLITS = (torch.tensor_split, Tensor.tensor_split)
 _CONSTRUCTORS = frozenset([torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new])
 
 
-def why_refused(func: OpOverload, args: Any, kwargs: Any) -> str | None:
+def why_refused(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> str | None:
     """Why a graph cannot hold an op called with these values, or None."""
     return cudagraph_unsafe_reason(func, bind_arguments(func, args, kwargs))
 
@@ -60,7 +60,9 @@ class HostReadGuard(TorchFunctionMode):
         with suppress(RuntimeError) if kind is not None else nullcontext():
             super().__exit__(kind, error, traceback)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Tree], types: object, args: OpArgs = (), kwargs: OpKwargs | None = None
+    ) -> Tree:
         reason = _METHODS.get(func)
         if func in _CONSTRUCTORS and any(_holds_tensor(value) for value in args):
             reason = "copies elements out of tensors on the host"
@@ -80,11 +82,11 @@ def refusal(what: str, reason: str, name: str) -> CaptureError:
     )
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: object) -> bool:
     """Whether a list holds tensors; a tensor itself is copied by an op, which is recorded."""
     return isinstance(value, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
 
 
-def _function_name(func: Any) -> str:
+def _function_name(func: object) -> str:
     name = str(getattr(func, "__qualname__", func))
     return name.replace("TensorBase", "Tensor").replace("_VariableFunctionsClass", "torch")

@@ -7,10 +7,11 @@ five times slower, to be felt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+
+from ....compat.dispatch import Tree
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
+def leaves_of(value: Tree) -> Iterator[Tree]:
     """The leaves in order."""
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -22,7 +23,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
         yield value
 
 
-def map_leaves(change: Callable[[Any], Any], kinds: type | tuple[type, ...], value: Any) -> Any:
+def map_leaves(change: Callable[[Tree], Tree], kinds: type | tuple[type, ...], value: Tree) -> Tree:
     """The same containers with `change` applied to the leaves of these types."""
     if isinstance(value, kinds):
         return change(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -13,8 +12,8 @@ from .engines.capture_state import restoring
 
 
 def capture(
-    compiled: Callable[..., Any],
-    inputs_for: Callable[[int], Any],
+    compiled: Callable[..., object],
+    inputs_for: Callable[[int], object],
     sizes: Iterable[int],
     *,
     progress: bool | None = None,
@@ -42,7 +41,7 @@ def capture(
 
 
 def _capture(
-    compiled: Callable[..., Any], inputs_for: Callable[[int], Any], in_order: Sequence[int], progress: bool | None
+    compiled: Callable[..., object], inputs_for: Callable[[int], object], in_order: Sequence[int], progress: bool | None
 ) -> None:
     from ..errors import CaptureError
     from .restore_inputs import RestoringCalls
@@ -69,7 +68,7 @@ def _capture(
         calls.end()  # once more: an interrupt may have come while the block was left
 
 
-def _call_twice(compiled: Callable[..., Any], inputs: Any) -> None:
+def _call_twice(compiled: Callable[..., object], inputs: object) -> None:
     for _ in range(2):  # the first call of a bucket is its warm-up
         _call(compiled, inputs)
 
@@ -99,7 +98,7 @@ def _name(compiled: object) -> str:
     return getattr(compiled, "__name__", type(compiled).__name__)
 
 
-def _call(compiled: Callable[..., Any], inputs: Any) -> None:
+def _call(compiled: Callable[..., object], inputs: object) -> None:
     if isinstance(inputs, Mapping):
         compiled(**inputs)
     else:

@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -31,6 +30,7 @@ from ..config import Config
 from ..counting import counters
 from ..graph.mode_scopes import scopes_of
 from ..graph.partitioned import InputRole, PartitionedGraph
+from ..graph.traced import Value
 from .engines.base import Engine
 from .engines.capture_state import is_capturing, restoring
 from .memory.arena import Arenas
@@ -109,7 +109,7 @@ class CapturedCallable:
         self._roles = roles
         self._keys = KeyReader(self._graph.traced, roles, check_addresses=self._config.check != "off")
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Value:
         """Serve a call: by its program, by building one, or uncaptured."""
         if is_restoring():
             result = call_restoring(self._serve_alone, self._graph.traced, args)
@@ -119,7 +119,7 @@ class CapturedCallable:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
         return result
 
-    def _serve_alone(self, args: tuple[Any, ...]) -> Any:
+    def _serve_alone(self, args: tuple[Value, ...]) -> Value:
         if not self._engine.replays_in_captures and is_capturing():
             return self._serve_uncaptured(args)  # becomes part of the graph that is recorded around it
         this = object()
@@ -137,7 +137,7 @@ class CapturedCallable:
         if self._serving.get("call") is call:
             del self._serving["call"]
 
-    def _serve(self, args: tuple[Any, ...]) -> Any:
+    def _serve(self, args: tuple[Value, ...]) -> Value:
         key = self._keys.read(args)
         entry = self._cache.get(key)
         if entry is None:
@@ -149,11 +149,11 @@ class CapturedCallable:
             return entry.program.with_ranges()(args)
         return entry.program.run(args)
 
-    def _serve_uncaptured(self, args: tuple[Any, ...]) -> Any:
+    def _serve_uncaptured(self, args: tuple[Value, ...]) -> Value:
         with profiler_range(f"{self._title}, uncaptured"):
             return self._uncaptured.run(args)
 
-    def _serve_new(self, key: Key, args: tuple[Any, ...]) -> Any:
+    def _serve_new(self, key: Key, args: tuple[Value, ...]) -> Value:
         bucket, _ = key
         sizes = self._sizes.of({i.node: arg for i, arg in zip(self._graph.traced.inputs, args, strict=True)})
         if self._limits.excludes(sizes):
@@ -193,7 +193,7 @@ class CapturedCallable:
         if len(self._warm) > WARM_BUCKETS:
             del self._warm[next(iter(self._warm))]
 
-    def _settle_moving_inputs(self, key: Key, args: tuple[Any, ...]) -> Key:
+    def _settle_moving_inputs(self, key: Key, args: tuple[Value, ...]) -> Key:
         """Stop binding written inputs that keep changing their addresses, and drop the programs that bound them."""
         roles = dict(self._roles)
         for graph_input, arg in zip(self._graph.traced.inputs, args, strict=True):

@@ -10,16 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..compat.dispatch import may_overlap_itself
-from ..graph.traced import TracedGraph
+from ..graph.traced import TracedGraph, Value
 from .engines.capture_state import restoring
 from .engines.select import real_device
 from .memory.arena import extent_of
+
+Args = TypeVar("Args", bound=Sequence[Value])
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class RestoredInputs:
         args: of the call.
     """
 
-    def __init__(self, traced: TracedGraph, args: Sequence[Any]) -> None:
+    def __init__(self, traced: TracedGraph, args: Sequence[Value]) -> None:
         self._traced = traced
         self._args = args
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -121,7 +124,7 @@ class RestoredInputs:
                 self._kept.pop()
 
 
-def call_restoring(function: Callable[[Any], Any], traced: TracedGraph, args: Sequence[Any]) -> Any:
+def call_restoring(function: Callable[[Args], Result], traced: TracedGraph, args: Args) -> Result:
     """Call a function with the arguments of a graph, and put back those that it writes, interrupted or not."""
     block = RestoredInputs(traced, args)
     try:

@@ -17,7 +17,6 @@ graph runs as Dynamo handed it over: in program order, nothing moved, shared, co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +25,7 @@ from ..compat import functorch
 from ..compat.dynamo import GUARDS_STRIDES
 from ..compat.symbols import is_unbacked
 from ..counting import counters
-from ..graph.traced import TracedGraph
+from ..graph.traced import TracedGraph, Value
 from ..log import log
 from .engines.capture_state import offering, restoring
 from .memory.overlap import Aliasing
@@ -41,7 +40,7 @@ class TracedCall:
         example_inputs: with which it was traced.
     """
 
-    def __init__(self, traced: TracedGraph, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, traced: TracedGraph, example_inputs: Sequence[Value]) -> None:
         self._traced = traced
         self._num_ops = sum(node.op in ("call_function", "call_method") for node in traced.original.graph.nodes)
         self._aliasing = Aliasing(traced, example_inputs)
@@ -52,7 +51,7 @@ class TracedCall:
         self._unbacked = {s: positions[node] for s, node in traced.symbols.items() if is_unbacked(s)}
         self._warned = {traced.run_as_traced}  # that was said when it was compiled
 
-    def why_needed(self, args: Sequence[Any]) -> str | None:
+    def why_needed(self, args: Sequence[Value]) -> str | None:
         """Which assumption of the plan a call breaks, or None."""
         if self._traced.run_as_traced is not None:
             return self._traced.run_as_traced
@@ -66,7 +65,7 @@ class TracedCall:
             return "a weight has other strides than when the graph was traced"
         return None
 
-    def _fails_size_check(self, args: Sequence[Any]) -> bool:
+    def _fails_size_check(self, args: Sequence[Value]) -> bool:
         checks = self._traced.size_checks
         if checks is None:
             return False
@@ -76,11 +75,11 @@ class TracedCall:
             return True
         return False
 
-    def _has_special_size(self, args: Sequence[Any]) -> bool:
+    def _has_special_size(self, args: Sequence[Value]) -> bool:
         small = {symbol: args[position] for symbol, position in self._unbacked.items() if args[position] < 2}
         return bool(small) and (0 in small.values() or frozenset(small) not in self._traced.ones)
 
-    def run(self, args: Sequence[Any], reason: str) -> Any:
+    def run(self, args: Sequence[Value], reason: str) -> Value:
         """Serve a call; counted, and said once for each reason."""
         counters.add(traced_graph_calls=1, uncaptured_calls=1, eager_op_calls=self._num_ops)
         if reason not in self._warned:
@@ -92,7 +91,7 @@ class TracedCall:
             torch.set_grad_enabled(self._traced.leaves_grad)
         return result
 
-    def _run(self, args: Sequence[Any]) -> Any:
+    def _run(self, args: Sequence[Value]) -> Value:
         depth = functorch.depth()
         try:
             with offering(None), profiler_range("traced graph"):

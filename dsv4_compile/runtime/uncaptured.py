@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +17,7 @@ from ..compat.dynamo import is_profiling
 from ..counting import counters
 from ..graph.partitioned import PartitionedGraph, Unit
 from ..graph.source_lines import where
-from ..graph.traced import TensorMeta
+from ..graph.traced import TensorMeta, Value
 from .engines.capture_state import offering, restoring
 from .memory.arena import copier
 from .pieces.checked import CheckedRun, Notes
@@ -64,11 +63,11 @@ class UncapturedCallable:
             )
             yield node, meta, self._pieces.are_compiled and is_custom(self._graph.traced, node)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Value) -> Value:
         """Run every unit, as what Dynamo calls."""
         return call_restoring(self.run, self._graph.traced, args) if is_restoring() else self.run(args)
 
-    def run(self, args: Sequence[Any]) -> Any:
+    def run(self, args: Sequence[Value]) -> Value:
         """Run every unit, or the traced graph; for a caller that sees to what `RestoringCalls` asks."""
         reason = self._mistrust or self._traced_call.why_needed(args)
         if reason is not None:
@@ -76,7 +75,7 @@ class UncapturedCallable:
         result, self._mistrust = self._run(args, None)
         return result
 
-    def warm_up(self, args: Sequence[Any], run_piece: WarmUp) -> tuple[Any, str | None]:
+    def warm_up(self, args: Sequence[Value], run_piece: WarmUp) -> tuple[Value, str | None]:
         """Run every unit before a capture of these sizes, for a caller that knows that the plan's assumptions hold.
 
         Args:
@@ -92,7 +91,7 @@ class UncapturedCallable:
         """
         return self._run(args, run_piece)
 
-    def _run(self, args: Sequence[Any], run_piece: WarmUp | None) -> tuple[Any, str | None]:
+    def _run(self, args: Sequence[Value], run_piece: WarmUp | None) -> tuple[Value, str | None]:
         counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
         notes: Notes | None = {} if run_piece is not None or self._pieces.are_compiled else None
         result = restoring(self._run_alone, args, run_piece, notes)
@@ -100,14 +99,14 @@ class UncapturedCallable:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
         return result, next(iter(notes), None) if notes else None
 
-    def _run_alone(self, args: Sequence[Any], run_piece: WarmUp | None, notes: Notes | None) -> Any:
+    def _run_alone(self, args: Sequence[Value], run_piece: WarmUp | None, notes: Notes | None) -> Value:
         # streams are those of a piece that is recorded around this call, of whose stream 0 this call knows nothing
         with offering(None):
             return self._run_units(args, run_piece, notes)
 
-    def _run_units(self, args: Sequence[Any], run_piece: WarmUp | None, notes: Notes | None) -> Any:
+    def _run_units(self, args: Sequence[Value], run_piece: WarmUp | None, notes: Notes | None) -> Value:
         profiled = is_profiling()
-        values: dict[fx.Node, Any] = dict(zip(self._placeholders, args, strict=True))
+        values: dict[fx.Node, Value] = dict(zip(self._placeholders, args, strict=True))
         sizes = self._prepare(values)
         pieces = self._pieces.for_call(args)
         for unit, last_used in self._steps:
@@ -127,7 +126,7 @@ class UncapturedCallable:
                 del values[node]
         return self._output_assembly.gm(*[values[node] for node in self._output_assembly.inputs])
 
-    def _function(self, unit: Unit, pieces: Mapping[str, PieceFunction], notes: Notes | None) -> Callable[..., Any]:
+    def _function(self, unit: Unit, pieces: Mapping[str, PieceFunction], notes: Notes | None) -> Callable[..., Value]:
         if notes is None:
             return unit.gm.forward if unit.kind == "region" else pieces[unit.name]
         return partial(self._regions[unit.name] if unit.kind == "region" else pieces[unit.name].checked, notes=notes)
@@ -139,7 +138,7 @@ class UncapturedCallable:
             place = where(nodes[0]) if nodes else unit.name
             notes[f"{op} gives another layout than its meta kernel says ({place})"] = None
 
-    def _checked(self, unit: Unit, results: Sequence[Any], sizes: Sizes, notes: Notes) -> list[Any]:
+    def _checked(self, unit: Unit, results: Sequence[Value], sizes: Sizes, notes: Notes) -> list[Value]:
         """The results, if they are as promised; what goes to compiled pieces gets the strides they were made for."""
         checked = []
         for (node, meta, strict), result in zip(self._promises[unit.name], results, strict=True):
@@ -157,7 +156,7 @@ class UncapturedCallable:
         elif reason := why_unlike(self._graph.traced, node, result, promised):
             notes[reason] = None
 
-    def _prepare(self, values: dict[fx.Node, Any]) -> Sizes:
+    def _prepare(self, values: dict[fx.Node, Value]) -> Sizes:
         """Read the host scalars and make the allocations that several units touch."""
         for node in self._scalars:
             values[node] = values[node.all_input_nodes[0]].item()
@@ -174,8 +173,8 @@ def _laid_out_as(made: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def _through(run_piece: WarmUp, function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, str | None]:
+def _through(run_piece: WarmUp, function: Callable[..., Value], inputs: Sequence[Value]) -> tuple[Value, str | None]:
     """What `function` returns, and what the engine that calls it says of its ops."""
-    results: list[Any] = []
+    results: list[Value] = []
     other_op = run_piece(lambda: results.append(function(*inputs)))
     return results[0], other_op

@@ -13,10 +13,9 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ...analysis.byte_ranges import ByteRange, byte_range, ranges_meet
-from ...graph.traced import TracedGraph
+from ...graph.traced import TracedGraph, Value
 
 Pairs = frozenset[tuple[int, int]]
 
@@ -36,16 +35,16 @@ class Aliasing:
         example_inputs: with which it was traced.
     """
 
-    def __init__(self, traced: TracedGraph, example_inputs: Sequence[Any]) -> None:
+    def __init__(self, traced: TracedGraph, example_inputs: Sequence[Value]) -> None:
         tensors = tensor_inputs(traced)
         self._indices = tensors if any(is_written for _, is_written in tensors) else []
         self._known = self.pairs(example_inputs)
 
-    def differs(self, args: Sequence[Any]) -> bool:
+    def differs(self, args: Sequence[Value]) -> bool:
         """Whether other inputs overlap, one of them written, than when the graph was traced."""
         return bool(self._indices) and self.pairs(args) != self._known
 
-    def pairs(self, args: Sequence[Any]) -> Pairs:
+    def pairs(self, args: Sequence[Value]) -> Pairs:
         """Indices of inputs whose byte ranges meet, one of them written: one sweep over the ranges by their start."""
         ranges = sorted((*byte_range(args[index]), index, is_written) for index, is_written in self._indices)
         found: set[tuple[int, int]] = set()
@@ -67,7 +66,7 @@ class OverlapCheck:
         args: the arguments with which the program was built.
     """
 
-    def __init__(self, traced: TracedGraph, args: Sequence[Any]) -> None:
+    def __init__(self, traced: TracedGraph, args: Sequence[Value]) -> None:
         tensors = tensor_inputs(traced)
         fixed = [(byte_range(args[index]), is_written) for index, is_written in tensors if traced.inputs[index].static]
         self._non_static = [(index, is_written) for index, is_written in tensors if not traced.inputs[index].static]
@@ -76,9 +75,9 @@ class OverlapCheck:
         fixed_written = [span for span, is_written in fixed if is_written]
         self._fixed_written = _Ranges(fixed_written)
         can_overlap = bool(self._non_static) and (self._any_non_static_write or bool(fixed_written))
-        self.check: Callable[[Sequence[Any]], bool] = self._overlaps if can_overlap else _never
+        self.check: Callable[[Sequence[Value]], bool] = self._overlaps if can_overlap else _never
 
-    def _overlaps(self, args: Sequence[Any]) -> bool:
+    def _overlaps(self, args: Sequence[Value]) -> bool:
         non_static = [(byte_range(args[index]), is_written) for index, is_written in self._non_static]
         for span, is_written in non_static:
             if (self._fixed if is_written else self._fixed_written).meet(span):
@@ -107,5 +106,5 @@ class _Ranges:
         return before > 0 and start < end and self._furthest[before - 1] > start
 
 
-def _never(args: Sequence[Any]) -> bool:
+def _never(args: Sequence[Value]) -> bool:
     return False

@@ -9,7 +9,6 @@ show what meta kernels say. Where one is not as promised, that is noted, and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -18,7 +17,7 @@ from ...analysis.sizes import Sizes, SizesOfCalls
 from ...compat.dispatch import pytree
 from ...compat.symbols import expr_of
 from ...graph.partitioned import Unit
-from ...graph.traced import TensorMeta, TracedGraph
+from ...graph.traced import TensorMeta, TracedGraph, Value
 from .interpreter import UnitInterpreter
 from .result_checks import check_fresh, check_layout, why_other_memory, why_unlike
 
@@ -41,7 +40,7 @@ class CheckedRun:
         self._own = frozenset(node for node in unit.body if _is_checkable(traced, node))
         self._sizes = SizesOfCalls({symbol: node for symbol, node in traced.symbols.items() if node in unit.inputs})
 
-    def __call__(self, *inputs: Any, notes: Notes | None = None) -> Sequence[Tensor]:
+    def __call__(self, *inputs: Value, notes: Notes | None = None) -> Sequence[Tensor]:
         """Run it.
 
         Args:
@@ -55,7 +54,7 @@ class CheckedRun:
         is_plain = notes is None and not self._custom
         return tuple(self._unit.gm.forward(*inputs) if is_plain else self._run(inputs, notes))
 
-    def _run(self, inputs: Sequence[Any], notes: Notes | None) -> list[Tensor]:
+    def _run(self, inputs: Sequence[Value], notes: Notes | None) -> list[Tensor]:
         values = dict(zip(self._unit.inputs, inputs, strict=True))
         own = frozenset() if notes is None else self._own
         run = _CheckingInterpreter(self._traced, self._custom, own, self._sizes.of(values), notes)
@@ -90,7 +89,7 @@ class _CheckingInterpreter(UnitInterpreter):
         self._sizes = sizes
         self._notes = notes
 
-    def look_at(self, node: fx.Node, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def look_at(self, node: fx.Node, value: Value, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
         """Check the result of an op."""
         if node in self._custom:
             check_fresh(self._traced, node, value, (args, kwargs))
@@ -101,7 +100,7 @@ class _CheckingInterpreter(UnitInterpreter):
             for tensor, promised in self._results(node, value):
                 self._note(why_unlike(self._traced, node, tensor, promised))
 
-    def _results(self, node: fx.Node, value: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def _results(self, node: fx.Node, value: Value) -> Iterator[tuple[Tensor, Tensor]]:
         promised = pytree.tree_leaves(self._traced.effects[node].result)
         for meta, tensor in zip(promised, pytree.tree_leaves(value), strict=False):
             if isinstance(meta, TensorMeta) and isinstance(tensor, Tensor):

@@ -9,14 +9,13 @@ then it is copied. Equal values may be one tensor to a compiler; an op after it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import PieceCompileError
 from ...graph.partitioned import Unit
-from ...graph.traced import TracedGraph
+from ...graph.traced import TracedGraph, Value
 from ...piece_compilers import CompiledSubgraph
 from ..engines.capture_state import launch
 from ..memory.arena import copier
@@ -43,7 +42,7 @@ class CompiledFunction:
             *[True for is_filled in subgraph.filled if is_filled],
         )
 
-    def run(self, inputs: Sequence[Any], slots: Sequence[Tensor | None], promised: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Value], slots: Sequence[Tensor | None], promised: Sequence[Tensor]) -> list[Tensor]:
         """Run it; while an engine records, an opaque function becomes one launch.
 
         Args:
@@ -66,7 +65,7 @@ class CompiledFunction:
 
     def _place(
         self,
-        arguments: Sequence[Any],
+        arguments: Sequence[Value],
         results: Iterator[Tensor],
         slots: Sequence[Tensor | None],
         promised: Sequence[Tensor],
@@ -83,7 +82,7 @@ class CompiledFunction:
                 copier(slot)(result)
             yield result if slot is None else slot
 
-    def _checked(self, results: Sequence[Any], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _checked(self, results: Sequence[Value], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
         """The results, if they are what the graph returns."""
         if len(results) != len(wanted) or not all(isinstance(result, Tensor) for result in results):
             kinds = ", ".join(type(result).__name__ for result in results)
@@ -103,7 +102,7 @@ class CompiledFunction:
         return [name for name, is_filled in zip(self._outputs, self._subgraph.filled, strict=True) if not is_filled]
 
 
-def as_sequence(returned: Any) -> Sequence[Any]:
+def as_sequence(returned: object) -> Sequence[Value]:
     """What a compiler's function returned: nothing, a bare value, a list or a tuple."""
     if returned is None:
         return ()

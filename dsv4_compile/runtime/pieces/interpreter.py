@@ -11,12 +11,12 @@ A value goes with its last use. Modes that nodes were traced under are in force 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from ...graph.mode_scopes import ModeScope, run_steps
+from ...graph.traced import Value
 
 
 class UnitInterpreter:
@@ -30,7 +30,7 @@ class UnitInterpreter:
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self.values: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Value] = {}
         self._root = root
         self._entered: list[tuple[ModeScope, object]] = []
 
@@ -62,7 +62,7 @@ class UnitInterpreter:
         """Run one node and keep its value."""
         self.values[node] = attribute(self._root, str(node.target)) if node.op == "get_attr" else self.call(node)
 
-    def call(self, node: fx.Node) -> Any:
+    def call(self, node: fx.Node) -> Value:
         """The value of a node that calls something."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: self.values[arg])
         target = node.target
@@ -70,7 +70,7 @@ class UnitInterpreter:
         self.look_at(node, value, args, kwargs)
         return value
 
-    def look_at(self, node: fx.Node, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def look_at(self, node: fx.Node, value: Value, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
         """Called with each value and what it was made from; raises if it is not as planned."""
 
     def enter(self, scope: ModeScope) -> None:
@@ -87,9 +87,9 @@ class UnitInterpreter:
         del self.values[node]
 
 
-def attribute(root: torch.nn.Module, path: str) -> Any:
+def attribute(root: torch.nn.Module, path: str) -> Value:
     """A constant of a graph, by its dotted name."""
-    value: Any = root
+    value: Value = root
     for name in path.split("."):
         value = getattr(value, name)
     return value

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, fx
 
@@ -24,7 +24,7 @@ from ...analysis.sizes import Sizes, SizesOfCalls
 from ...analysis.stream_schedule import START
 from ...counting import counters
 from ...graph.partitioned import PartitionedGraph, Unit
-from ...graph.traced import TensorMeta
+from ...graph.traced import TensorMeta, Value
 from ...log import log, pluralize
 from ...piece_compilers import CompiledSubgraph, same_number
 from ..engines.capture_state import Streams, current_streams
@@ -37,13 +37,13 @@ from .result_checks import check_fresh, check_layout, has_strides_of, why_unlike
 class PieceFunction(Protocol):
     """Runs one piece, or the one it is a copy of, with the inputs of either; any thread may call it at any time."""
 
-    def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
+    def fill(self, inputs: Sequence[Value], slots: Sequence[Tensor]) -> None:
         """Run it, and leave the results in slots."""
 
-    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+    def __call__(self, *inputs: Value) -> Sequence[Tensor]:
         """Run it, and return fresh results."""
 
-    def checked(self, *inputs: Any, notes: Notes | None = None) -> Sequence[Tensor]:
+    def checked(self, *inputs: Value, notes: Notes | None = None) -> Sequence[Tensor]:
         """The same, with a look at what each op gives; see `CheckedRun`."""
 
 
@@ -60,12 +60,12 @@ class EagerPiece:
         self._unit = unit
         self.checked: Callable[..., Sequence[Tensor]] = CheckedRun(graph.traced, unit)
 
-    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+    def __call__(self, *inputs: Value) -> Sequence[Tensor]:
         """See `PieceFunction`."""
         results: Sequence[Tensor] = self._unit.gm.forward(*inputs)
         return results
 
-    def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
+    def fill(self, inputs: Sequence[Value], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
         for node, slot, result in zip(self._unit.outputs, slots, self.checked(*inputs), strict=True):
             check_layout(self._graph.traced, node, result, slot)
@@ -106,22 +106,22 @@ class SubgraphPiece:
             {symbol: node for symbol, node in graph.traced.symbols.items() if node in unit.inputs}
         )
 
-    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+    def __call__(self, *inputs: Value) -> Sequence[Tensor]:
         """See `PieceFunction`."""
         return self.checked(*inputs)
 
-    def checked(self, *inputs: Any, notes: Notes | None = None) -> Sequence[Tensor]:
+    def checked(self, *inputs: Value, notes: Notes | None = None) -> Sequence[Tensor]:
         """See `PieceFunction`; what was compiled is not looked into."""
         sizes = self._sizes.of(dict(zip(self._unit.inputs, inputs, strict=True)))
         slots = [sizes.allocate(self._meta(node)) for node in self._unit.outputs]
         values = self._fill(inputs, slots, notes)
         return [values[node] for node in self._unit.outputs]
 
-    def fill(self, inputs: Sequence[Any], slots: Sequence[Tensor]) -> None:
+    def fill(self, inputs: Sequence[Value], slots: Sequence[Tensor]) -> None:
         """See `PieceFunction`."""
         self._fill(inputs, slots, None)
 
-    def _fill(self, inputs: Sequence[Any], slots: Sequence[Tensor], notes: Notes | None) -> dict[fx.Node, Any]:
+    def _fill(self, inputs: Sequence[Value], slots: Sequence[Tensor], notes: Notes | None) -> dict[fx.Node, Value]:
         """The results: the slots, or with notes what is not as promised."""
         values = dict(zip(self._unit.inputs, inputs, strict=True))
         sizes = self._sizes.of(values)
@@ -136,7 +136,9 @@ class SubgraphPiece:
             self._run_on_streams(streams, values, sizes, notes)
         return values
 
-    def _run_on_streams(self, streams: Streams, values: dict[fx.Node, Any], sizes: Sizes, notes: Notes | None) -> None:
+    def _run_on_streams(
+        self, streams: Streams, values: dict[fx.Node, Value], sizes: Sizes, notes: Notes | None
+    ) -> None:
         """Fork from stream 0, run each subgraph after what it waits for, and join, also when a subgraph fails."""
         events: dict[int, object] = {START: streams.record(0)}
         forked: set[int] = set()
@@ -158,7 +160,7 @@ class SubgraphPiece:
             if step.joins:
                 streams.wait(0, events[index])
 
-    def _run(self, step: _Step, values: dict[fx.Node, Any], sizes: Sizes, notes: Notes | None) -> None:
+    def _run(self, step: _Step, values: dict[fx.Node, Value], sizes: Sizes, notes: Notes | None) -> None:
         for node in step.unit.inputs:
             if node not in values:  # an allocation that several subgraphs touch
                 values[node] = sizes.allocate(self._meta(node))
@@ -171,7 +173,7 @@ class SubgraphPiece:
         values.update(zip(step.unit.outputs, results, strict=True))
 
     def _run_as_it_is(
-        self, step: _Step, inputs: Sequence[Any], values: dict[fx.Node, Any], sizes: Sizes, notes: Notes | None
+        self, step: _Step, inputs: Sequence[Value], values: dict[fx.Node, Value], sizes: Sizes, notes: Notes | None
     ) -> None:
         """Results that leave the piece are copied to their slots, the others are taken as they are."""
         for node, result in zip(step.unit.outputs, step.checked(*inputs, notes=notes), strict=True):
@@ -225,7 +227,7 @@ class Pieces:
         }
         self._warned: set[str] = set()
 
-    def for_call(self, args: Sequence[Any]) -> Mapping[str, PieceFunction]:
+    def for_call(self, args: Sequence[Value]) -> Mapping[str, PieceFunction]:
         """What runs each piece of a call with these arguments, by name."""
         if not self._are_parted:
             return self._best

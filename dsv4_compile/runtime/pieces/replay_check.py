@@ -7,7 +7,6 @@ bfloat16 a compiler that keeps float32 between fused ops differs from them by mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from ...compat.dispatch import with_lazy_bits_of
 from ...errors import ReplayMismatchError
 from ...graph.partitioned import Unit
-from ...graph.traced import TracedGraph
+from ...graph.traced import TracedGraph, Value
 
 
 class CheckedReplay:
@@ -35,7 +34,7 @@ class CheckedReplay:
         traced: TracedGraph,
         unit: Unit,
         run: Callable[..., Sequence[Tensor]],
-        inputs: Sequence[Any],
+        inputs: Sequence[Value],
         slots: Sequence[Tensor],
         replay: Callable[[], None],
     ) -> None:
@@ -81,7 +80,7 @@ class CheckedReplay:
 
 def _clone_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Clones that share memory with each other where the originals do."""
-    storages: dict[int, Any] = {}
+    storages: dict[int, torch.UntypedStorage | None] = {}
     clones = []
     for tensor in tensors:
         storage = tensor.untyped_storage()

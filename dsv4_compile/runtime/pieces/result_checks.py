@@ -12,8 +12,6 @@ the traced graph, where everybody sees what the kernel really gives (`why_unlike
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, fx
 
 from ...analysis.eager_reasons import custom_ops, has_unknown_size
@@ -46,7 +44,7 @@ def why_unlike(traced: TracedGraph, node: fx.Node, value: Tensor, promised: Tens
     return f"{_name(producer)} gives another layout than its fake promises ({where(producer)})"
 
 
-def why_other_memory(traced: TracedGraph, node: fx.Node, value: Any, taken: Any) -> str | None:
+def why_other_memory(traced: TracedGraph, node: fx.Node, value: object, taken: object) -> str | None:
     """The op gives memory of an argument where its fake made some, or the other way round; None if it does neither."""
     producer = traced.producer(node)
     known = {traced.storage_of(arg) for arg in producer.all_input_nodes}
@@ -74,7 +72,7 @@ def _layout(tensor: Tensor, strides: bool) -> str:
     return f"{text} with strides {list(tensor.stride())}" if strides else text
 
 
-def check_fresh(traced: TracedGraph, node: fx.Node, value: Any, taken: Any) -> None:
+def check_fresh(traced: TracedGraph, node: fx.Node, value: object, taken: object) -> None:
     """Raise AliasingOpError if a value shares memory with what it was made from, and the plan knows nothing of it."""
     producer = traced.producer(node)
     if not traced.effects[producer].makes or traced.effects[node].is_view:

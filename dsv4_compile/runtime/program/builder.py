@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,8 +29,8 @@ from ...analysis.slot_placement import Placement, aligned, extent_bytes
 from ...compat.dispatch import may_overlap_itself, with_lazy_bits_of
 from ...graph.mode_scopes import ModeScope
 from ...graph.partitioned import InputRole, PartitionedGraph, Unit
-from ...graph.traced import TensorMeta
-from ..engines.base import CapturedGraph, Engine
+from ...graph.traced import TensorMeta, Value
+from ..engines.base import CapturedGraph, Engine, Pool
 from ..memory.arena import copier, slot_tensor
 from ..pieces.interpreter import UnitInterpreter
 from ..pieces.pieces import Pieces
@@ -82,14 +81,14 @@ class BuildContext:
     pieces: Pieces
     engine: Engine
     streams: int
-    pool: Any
+    pool: Pool
     arena: Tensor
     placement: Placement
     static_outputs: bool
     full_check: bool
 
 
-def build_program(context: BuildContext, args: Sequence[Any]) -> tuple[Program, Any]:
+def build_program(context: BuildContext, args: Sequence[Value]) -> tuple[Program, Value]:
     """Capture the bucket of this call, and run the call.
 
     Returns:
@@ -118,7 +117,7 @@ def _copy_overlapping(target: Tensor, source: Tensor) -> None:
 class _Builder(UnitInterpreter):
     """The values of the call that builds, and the text of the calls to come."""
 
-    def __init__(self, context: BuildContext, args: Sequence[Any]) -> None:
+    def __init__(self, context: BuildContext, args: Sequence[Value]) -> None:
         super().__init__(context.graph.traced.gm)
         self._context = context
         self._graph = context.graph
@@ -144,7 +143,7 @@ class _Builder(UnitInterpreter):
         for node in self._graph.allocations:
             self._bind(node, self._slots[node])
 
-    def _bind_input(self, position: int, node: fx.Node, arg: Any) -> None:
+    def _bind_input(self, position: int, node: fx.Node, arg: Value) -> None:
         role = self._context.roles[node]
         if role is InputRole.NUMBER:
             self._bind(node, arg)
@@ -182,7 +181,7 @@ class _Builder(UnitInterpreter):
         memory = self._context.engine.allocate(nbytes, meta.device)
         return slot_tensor(memory, 0, meta, self._context.sizes)
 
-    def _bind(self, node: fx.Node, value: Any) -> None:
+    def _bind(self, node: fx.Node, value: Value) -> None:
         """A value that is the same object in every call of the bucket."""
         self.values[node] = value
         self._stable.add(node)
@@ -212,7 +211,7 @@ class _Builder(UnitInterpreter):
         name = f"{unit.name} of {context.title}"
         captured = context.engine.capture(run, context.pool, name=name, streams=context.streams)
         self._captured.append(captured)
-        replay: Callable[[], Any] = captured.replay
+        replay: Callable[[], object] = captured.replay
         if context.full_check:
             replay = CheckedReplay(self._graph.traced, unit, function, inputs, slots, captured.replay)
         replay()
@@ -288,11 +287,11 @@ class _Builder(UnitInterpreter):
             self._source.line(text)
             del self.values[node], self._operands[node]
 
-    def look_at(self, node: fx.Node, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def look_at(self, node: fx.Node, value: Value, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
         """See `UnitInterpreter`."""
         check_fresh(self._graph.traced, node, value, (args, kwargs))
 
-    def finish(self) -> tuple[Program, Any]:
+    def finish(self) -> tuple[Program, Value]:
         """Make the outputs; the program and the result of this call."""
         output_assembly = self._graph.output_assembly
         positions = {graph_input.node: position for position, graph_input in enumerate(self._graph.traced.inputs)}

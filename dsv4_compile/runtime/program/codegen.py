@@ -17,9 +17,11 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from ...graph.traced import Value
+
 _numbers = itertools.count()  # names tracebacks apart
 Operands = Mapping[fx.Node, str]
-Function = Callable[[tuple[Any, ...]], Any]
+Function = Callable[[tuple[Value, ...]], Value]
 
 
 class SourceWriter:
@@ -31,7 +33,7 @@ class SourceWriter:
         self._last_lines: list[str] = []
         self._guarded_from = 0
         self._units: list[tuple[int, int, str]] = []
-        self._objects: dict[str, Any] = {}
+        self._objects: dict[str, object] = {}
         self._names: dict[int, str] = {}
 
     def line(self, text: str) -> None:
@@ -54,7 +56,7 @@ class SourceWriter:
         self._last_lines.append(text)
         self._guarded_from = len(self._lines)
 
-    def name_of(self, value: Any, prefix: str) -> str:
+    def name_of(self, value: object, prefix: str) -> str:
         """The name under which the program finds an object, which it keeps alive."""
         if id(value) not in self._names:
             name = f"k{len(self._objects)}_{prefix}"  # no variable starts with k and a number
@@ -62,7 +64,7 @@ class SourceWriter:
             self._objects[name] = value
         return self._names[id(value)]
 
-    def text_of(self, arg: Any, operands: Operands) -> str:
+    def text_of(self, arg: object, operands: Operands) -> str:
         """An argument of an fx node as Python: nodes by `operands`, plain values as literals, the rest by name."""
         if isinstance(arg, fx.Node):
             return operands[arg]
@@ -118,7 +120,7 @@ class SourceWriter:
     def _compiled(self, source: str) -> Function:
         path = f"<dsv4_compile program {next(_numbers)}: {self._title}>"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-        scope = dict(self._objects)
+        scope: dict[str, Any] = dict(self._objects)
         exec(compile(source, path, "exec"), scope)  # our own text, from the plan
         # taken out of its own globals, or it would live until the garbage collector finds the cycle
         function: Function = scope.pop("program")

@@ -8,15 +8,14 @@ class, which share a compiled graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, fx
 
 from ...compat.dynamo import GUARDS_STRIDES
 from ...graph.partitioned import InputRole
-from ...graph.traced import TracedGraph
+from ...graph.traced import TracedGraph, Value
 
-Key = tuple[tuple[Any, ...], tuple[Any, ...]]
+Key = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 class KeyReader:
@@ -42,27 +41,27 @@ class KeyReader:
         self._identified = [] if check_addresses else self._owned
         self._unguarded = [] if GUARDS_STRIDES else self._owned
 
-    def read(self, args: Sequence[Any]) -> Key:
+    def read(self, args: Sequence[Value]) -> Key:
         """The key of a call: its bucket, and its addresses."""
-        bucket = tuple([args[position] for position in self._numbers])
+        bucket: tuple[object, ...] = tuple([args[position] for position in self._numbers])
         if self._scalars:
             bucket += tuple([_hashable(args[position].item()) for position in self._scalars])
         if self._unguarded:
             bucket += (tuple([args[position].stride() for position in self._unguarded]),)
-        addresses = tuple([args[position].data_ptr() for position in self._addressed])
+        addresses: tuple[object, ...] = tuple([args[position].data_ptr() for position in self._addressed])
         if self._identified:
             addresses += tuple([id(args[position]) for position in self._identified])
         return bucket, addresses
 
-    def owned_tensors(self, args: Sequence[Any]) -> list[Tensor]:
+    def owned_tensors(self, args: Sequence[Value]) -> list[Tensor]:
         """The parameters and buffers of modules among the arguments."""
         return [args[position] for position in self._owned]
 
-    def parameter_addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
+    def parameter_addresses(self, args: Sequence[Value]) -> tuple[int, ...]:
         """The addresses that tell one instance of a model from another."""
         return tuple([tensor.data_ptr() for tensor in self.owned_tensors(args)])
 
 
-def _hashable(number: float) -> Any:
+def _hashable(number: float) -> float | str:
     """A float by its bits: NaN equals itself, or every call with one would be a new bucket, and 0.0 is not -0.0."""
     return number.hex() if isinstance(number, float) else number

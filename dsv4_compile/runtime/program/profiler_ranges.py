@@ -18,22 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TypeVar
 
 from torch.profiler import record_function
 
 from ...compat.dynamo import is_profiling
 
+Result = TypeVar("Result")
 
-def profiler_range(name: str) -> AbstractContextManager[Any]:
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """A range if a profiler is on; for what is slow enough not to feel the question."""
     return record_function(name) if is_profiling() else nullcontext()
 
 
-def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_range(name: str, function: Callable[..., Result]) -> Callable[..., Result]:
     """A function that calls another one in a range."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Result:
         with record_function(name):
             return function(*args)
 

@@ -9,11 +9,11 @@ demo: $(STAMP)
 	$(VENV)/bin/python examples/serve_checkpoint.py
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 # what `make test` leaves out; .ci/run has both
 exhaustive: $(STAMP)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 -m exhaustive
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m exhaustive
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -136,6 +136,7 @@ def in_a_process(rank: int, size: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.exhaustive
 def test_two_processes():
     context = torch.multiprocessing.get_context("spawn")
     port = free_port()

@@ -219,6 +219,7 @@ def test_split_ops_with_effects_on_the_host_keep_their_order(plan: Plan, monkeyp
         agrees(fn, pair, options=options_of(plan, split_ops=(*SPLIT, "toy::hook")))
 
 
+@pytest.mark.exhaustive
 def test_a_chain_of_more_views_than_python_has_frames() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         for _ in range(1001):

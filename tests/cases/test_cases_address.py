@@ -291,6 +291,7 @@ def test_b41_weights_reloaded_after_capture(setup: Setup, reload) -> None:
             assert dsv4_compile.counters.captures - before == (0 if reload is load_in_place else 2)
 
 
+@pytest.mark.sampled(2)
 @everywhere
 def test_b40_reset_and_a_second_model(setup: Setup) -> None:
     alive = []

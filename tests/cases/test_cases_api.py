@@ -42,6 +42,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @everywhere
 @pytest.mark.parametrize("by_overload", [False, True], ids=["ns::op", "ns::op.overload"])
 @pytest.mark.parametrize("form", FORMS)

@@ -31,6 +31,7 @@ def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_every_configuration_serves_what_transformers_generates(
     demo: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

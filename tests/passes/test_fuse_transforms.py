@@ -182,6 +182,7 @@ def masked_attention(q):
     return flex_attention(q, q, q, block_mask=mask)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("size", [128, 200])
 def test_the_mask_of_flex_attention(size):

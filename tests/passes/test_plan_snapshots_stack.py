@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from expecttest import assert_expected_inline
 from layer_plans import stack_plan, units_text
 from repository import SUPPORT
@@ -316,6 +317,7 @@ def test_layers_of_one_kind_share_their_pieces() -> None:
     assert [piece.duplicate_of for piece in plan.pieces] == [None, None, None, "piece_1", "piece_2", "piece_1", None]
 
 
+@pytest.mark.exhaustive
 def test_two_processes_print_the_same() -> None:
     program = "from layer_plans import stack_plan; s = stack_plan('minimal'); print(s); print(s.to_json())"
     runs = [

@@ -88,6 +88,7 @@ def test_bfloat16_stack() -> None:
 # captured ahead of time
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("setup", ["v1 wide", "v1 minimal", "v2 narrow"])
 def test_capture_ahead_leaves_caches_alone_and_later_steps_replay(setup: str) -> None:
     served = Served(setup)
@@ -175,6 +176,7 @@ def test_one_buffer_of_the_step_state_that_moves_is_enough() -> None:
                 served.step()
 
 
+@pytest.mark.exhaustive
 def test_second_runner_on_the_same_model_brings_caches_of_its_own() -> None:
     served = Served("v2 narrow")
     held = []

@@ -58,6 +58,7 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 # a reset
 
 
+@pytest.mark.sampled(2)
 def test_reset_frees_everything(allocations: Allocations) -> None:
     before = live_bytes()
     model = Model()
@@ -224,6 +225,7 @@ def test_values_inside_of_a_call_are_freed_with_it() -> None:
     assert live_bytes() == held + x.untyped_storage().nbytes()
 
 
+@pytest.mark.exhaustive
 def test_long_run_over_few_buckets_holds_no_more_at_its_end() -> None:
     model = Model()
     compiled = compile_host(model)
@@ -236,6 +238,7 @@ def test_long_run_over_few_buckets_holds_no_more_at_its_end() -> None:
     assert held == held[:1] * 4
 
 
+@pytest.mark.exhaustive
 def test_run_over_ever_new_floats_holds_no_more_at_its_end() -> None:
     compiled = compile_host(lambda x, scale: toy.fresh(x * scale) + 1, max_captures=3)
     held = []

@@ -63,12 +63,15 @@ class Counters:
         """Add to the named counts; a name that is not a count raises TypeError."""
         _check_names(amounts)
         try:
-            with self._lock:
-                for name, amount in amounts.items():
-                    setattr(self, name, getattr(self, name) + amount)
+            self._add(amounts)
         finally:
             if self._lock._is_owned():  # type: ignore[attr-defined]  # an interrupt came while the block was left
                 self._lock.release()
+
+    def _add(self, amounts: dict[str, int]) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
 
     def snapshot(self) -> dict[str, int]:
         """All counts at one instant."""

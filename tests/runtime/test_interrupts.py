@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -57,10 +57,16 @@ def state_of_thread() -> list[Any]:
 def interrupted(interrupts: Interrupts, call: Callable[[], Any]) -> None:
     """One call that is interrupted, unless it ends before, since caches are filled now.
 
-    An error of a handler may have been taken for one of torch's, and be gone.
+    An error of a handler may have been taken for one of torch's, and be gone, or be the cause of another one.
     """
-    with suppress(interrupts.error):
+    try:
         interrupts.run(call)
+    except BaseException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, interrupts.error):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or not interrupts.raised:
+            raise
     assert interrupts.raised or interrupts.at + 1 > 0.9 * len(interrupts.places)  # type: ignore[operator]
 
 

@@ -226,8 +226,8 @@ def no_capture_elsewhere() -> Iterator[None]:
 @contextmanager
 def _paused_gc() -> Iterator[None]:
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:
@@ -237,8 +237,8 @@ def _paused_gc() -> Iterator[None]:
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
     was_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
+        torch.set_autocast_cache_enabled(False)
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
+from .compat.dynamo import resumable_trace
 from .compat.symbols import upper_bound
 from .config import Config
 from .counting import counters
@@ -24,8 +25,8 @@ from .inspect.artifacts import Artifacts
 from .inspect.make_plan import make_plan
 from .log import log
 from .piece_compilers import compile_pieces
-from .plan_graph import plan_graph
-from .runtime.captured import CapturedCallable, release_all
+from .plan_graph import plan_again, plan_graph
+from .runtime.captured import CapturedCallable, PlanAgain, release_all
 from .runtime.engines.capture_state import restoring
 from .runtime.engines.select import engine_for
 from .runtime.pieces.pieces import Pieces
@@ -74,6 +75,19 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Value], config: C
     return make_callable(graph, pieces, traced_call, config, artifacts)
 
 
+def plan_anew(config: Config, artifacts: Artifacts) -> PlanAgain:
+    """What plans a graph again, in a later call, as if this compilation were still going on."""
+    trace = resumable_trace()
+
+    def plan(graph: PartitionedGraph, refused: Mapping[fx.Node, str]) -> tuple[PartitionedGraph, Pieces]:
+        with trace():
+            graph = plan_again(graph, refused, config, artifacts.observe)
+            artifacts.show_plan(graph, make_plan(graph, config))
+            return graph, Pieces(graph, compile_pieces(graph, config))
+
+    return plan
+
+
 def make_callable(
     graph: PartitionedGraph, pieces: Pieces, traced_call: TracedCall, config: Config, artifacts: Artifacts
 ) -> Callable[..., object]:
@@ -88,7 +102,10 @@ def make_callable(
     bound = config.token_bound or (None if tokens is None else upper_bound(tokens))
     engine = engine_for(config.engine, graph.traced.device)
     show = artifacts.show_program
-    return CapturedCallable(graph, pieces, traced_call, config, engine, bound=bound, show_program=show)
+    again = plan_anew(config, artifacts)
+    return CapturedCallable(
+        graph, pieces, traced_call, config, engine, bound=bound, show_program=show, plan_again=again
+    )
 
 
 def reset() -> None:

@@ -18,6 +18,7 @@ _NAMES = (
     "eager_op_calls",
     "uncompiled_pieces",
     "traced_graph_calls",
+    "replans",
 )
 
 
@@ -35,6 +36,7 @@ class Counters:
     | eager_op_calls | ops launched one by one inside eager regions |
     | uncompiled_pieces | pieces run or captured uncompiled, since a number is not the one they were compiled with |
     | traced_graph_calls | calls that broke an assumption of the plan, and ran the traced graph itself |
+    | replans | graphs planned again, with more nodes eager, since a capture had to be refused |
     """
 
     graphs_compiled: int
@@ -48,6 +50,7 @@ class Counters:
     eager_op_calls: int
     uncompiled_pieces: int
     traced_graph_calls: int
+    replans: int
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

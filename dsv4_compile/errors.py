@@ -82,7 +82,15 @@ class CacheBindingError(Dsv4Error):
 
 
 class CaptureError(Dsv4Error):
-    """A captured graph cannot hold what a piece does, captures are nested, or a released graph was replayed."""
+    """A captured graph cannot hold what a piece does, captures are nested, or a released graph was replayed.
+
+    Attributes:
+        reason: what was refused while something was recorded, as "op does this"; None if nothing was.
+        node: the node of the graph that did it, if that is known.
+    """
+
+    reason: str | None = None
+    node: object = None
 
 
 class PieceCompileError(Dsv4Error):

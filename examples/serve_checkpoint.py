@@ -120,10 +120,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The model as transformers loads it, with experts that can be captured; no dtype: the checkpoint's own."""
+    """The model as transformers loads it, with experts that are captured; no dtype: the checkpoint's own."""
     original: Any = load_original(folder, device=device, dtype=dtype).eval()
     if device.type == "cpu" or original.dtype != torch.bfloat16:
-        # transformers' grouped experts read the routing back to the host there, which no graph can hold
+        # transformers' grouped experts read the routing back to the host there, which is eager
         original.set_experts_implementation("batched_mm")
     return original
 

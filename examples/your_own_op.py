@@ -1,7 +1,8 @@
-"""An op of your own as a split point: what the compiler says before, two ways to tell it, and what it makes of it.
+"""An op of your own as a split point: what the compiler finds out by itself, two ways to tell it, and a contradiction.
 
 The op looks at its data on the host, as attention kernels of serving engines do to choose what they launch. Nothing in
-its schema shows that, so the compiler tries to capture it, and the capture refuses by name.
+its schema shows that, so the compiler tries to capture it. The capture is refused, and from then on the op is eager:
+too late for what `explain` shows, and one capture too many. An op registered as one to be captured is an error.
 
     python examples/your_own_op.py
 """
@@ -49,23 +50,27 @@ class Layer(nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the refusal, then the plan and the result after each of the two ways."""
+    """Print what comes of an op that nobody told of, then the plan and the result after each of the two ways."""
     OneLineParser(description=__doc__).parse_args(arguments)
     layer, x, lengths = Layer(), torch.randn(6, 16), torch.tensor([2, 4])
-    try:
-        call_three_times(layer, x, lengths, {})
-    except CaptureError as error:
-        print(f"not registered: {str(error).partition(chr(10))[0]}\n")
-
+    dsv4_compile.counters.reset()
+    call_often(layer, x, lengths, {})
+    print(f"not registered: planned again {dsv4_compile.counters.replans} time")
     check("named in the options", layer, x, lengths, {"split_ops": ("my_engine::attend",)})
     dsv4_compile.register_op("my_engine::attend", role="split")  # counts for every later compilation
     check("registered", layer, x, lengths, {})
+    dsv4_compile.register_op("my_engine::attend", role="capture")
+    try:
+        call_often(layer, x, lengths, {})
+    except CaptureError as error:
+        print(f"registered as captured: {str(error).partition(chr(10))[0]}")
+    dsv4_compile.register_op("my_engine::attend", role="split")
 
 
 def check(title: str, layer: Layer, x: Tensor, lengths: Tensor, options: dict[str, Any]) -> None:
     """Compare the compiled layer with the eager one, and show the plan's regions."""
     with torch.no_grad():
-        equal = torch.equal(call_three_times(layer, x, lengths, options), layer(x, lengths))
+        equal = torch.equal(call_often(layer, x, lengths, options), layer(x, lengths))
     plan = dsv4_compile.explain(layer, x, lengths, options=options)
     eager = ", ".join(f"{op.op} ({op.reason})" for region in plan.regions for op in region.ops)
     print(
@@ -73,12 +78,12 @@ def check(title: str, layer: Layer, x: Tensor, lengths: Tensor, options: dict[st
     )
 
 
-def call_three_times(layer: Layer, x: Tensor, lengths: Tensor, options: dict[str, Any]) -> Tensor:
-    """Warm-up, capture, replay; the result of the replay."""
+def call_often(layer: Layer, x: Tensor, lengths: Tensor, options: dict[str, Any]) -> Tensor:
+    """Warm-up, capture, replay, and again after another plan; the result of the last replay."""
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="dsv4_piecewise", dynamic=True, options=options)
     with torch.no_grad():
-        results: list[Tensor] = [compiled(x, lengths) for _ in range(3)]
+        results: list[Tensor] = [compiled(x, lengths) for _ in range(5)]
     return results[-1]
 
 

@@ -78,6 +78,13 @@ def traced_passes(
         partial(try_ones, resized=resized),
         relate_offsets,  # before results are rebased, which makes strided views of its own
         rebase_results,
+        *region_passes(config),
+    )
+
+
+def region_passes(config: Config) -> tuple[TracedPass, ...]:
+    """The last of them: which nodes are eager. They run again once a capture has shown what no graph can hold."""
+    return (
         partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),
         partial(move_nodes, region=config.resolved_region),
         partial(check_hazards, runner=config.resolved_runner),  # after moves: it judges what will run

@@ -34,7 +34,7 @@ def choose_regions(traced: TracedGraph, *, runner: str, region: str) -> TracedGr
     eager = dict(splits)
     readers_are_eager = region == "minimal" and runner == "mrv1"
     for node in nodes:
-        reason = why_not_capturable(traced, node, facts)
+        reason = traced.refused.get(node) or why_not_capturable(traced, node, facts)
         if reason is None and readers_are_eager:
             reason = why_reads_step(traced, node)
         if reason is not None:

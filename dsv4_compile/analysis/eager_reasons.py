@@ -91,6 +91,21 @@ def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) ->
     return _why_elsewhere(traced, node, facts.device)
 
 
+def may_become_eager(traced: TracedGraph, node: fx.Node) -> bool:
+    """Whether a node that a capture refused may run eagerly; an op with the role "capture" is to be captured."""
+    return not any(has_role(traced, op, "capture") for op in ops_of(traced, node))
+
+
+def alike(traced: TracedGraph, refused: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """Refused nodes, and all others that call a custom op which one of them calls, with the reason."""
+    by_op = {
+        node.target: reason
+        for node, reason in refused.items()
+        if isinstance(node.target, OpOverload) and node.target.namespace not in OWN_NAMESPACES
+    }
+    return {**{node: by_op[node.target] for node in traced.gm.graph.nodes if node.target in by_op}, **refused}
+
+
 def is_preparation(traced: TracedGraph, node: fx.Node) -> bool:
     """A registered preparation op, or any other reader of step state or of the step context."""
     prepares = any(has_role(traced, op, "prepare") for op in traced.effects[node].ops)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -182,6 +183,12 @@ class _Module(_LazyGraphModule):
 def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
     """A graph as a module whose Python is written when it is first called, by any thread; most of ours never are."""
     return _Module(root, graph, class_name=name)
+
+
+def resumable_trace() -> Callable[[], AbstractContextManager[object]]:
+    """What makes blocks in which the current trace's fake mode is that of the current trace, after it has ended."""
+    context = torch._guards.TracingContext(trace_fakes())
+    return lambda: torch._guards.tracing(context)
 
 
 def trace_fakes() -> FakeTensorMode:

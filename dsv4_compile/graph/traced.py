@@ -189,6 +189,7 @@ class TracedGraph:
         ones: sets of unbacked sizes that may be 1 together: the effects are then the same.
         leaves_grad: the grad mode the function leaves behind, if it differs from the one it was called in.
         run_as_traced: why every call runs `original`, and nothing of this graph is captured; None if it need not.
+        refused: what nodes do that no graph can hold, where only their capture showed it; they are eager since then.
         effects: by node.
         storages: provenance by storage number.
         eager: why a node is eager, for the eager ones.
@@ -202,6 +203,7 @@ class TracedGraph:
     | `infer_effects` | effects, storages; `relate_offsets` and `rebase_results` add those of the nodes they make |
     | `settle_rebindings` | run_as_traced |
     | `try_ones` | ones |
+    | `plan_again` | refused |
     | `choose_regions` | eager |
     """
 
@@ -216,6 +218,7 @@ class TracedGraph:
     ones: frozenset[frozenset[sympy.Symbol]] = frozenset()
     leaves_grad: bool | None = None
     run_as_traced: str | None = None
+    refused: Mapping[fx.Node, str] = field(default_factory=dict)
     effects: Mapping[fx.Node, Effects] = field(default_factory=dict)
     storages: Mapping[int, Provenance] = field(default_factory=dict)
     eager: Mapping[fx.Node, str] = field(default_factory=dict)

@@ -52,14 +52,18 @@ class Artifacts:
         self._show(f"{next(self._count):02d}_{stage}.py", lambda: f"{header}\n{_code(gm)}")
 
     def finish(self, graph: PartitionedGraph, plan: Plan) -> None:
-        """Show the units and the plan."""
+        """Show the units and the plan, and say what is remarkable about it."""
+        self.show_plan(graph, plan)
+        for note in graph.notes:  # the plan has remarks of its own, which are no cause for worry
+            log.warning("%s", note)
+
+    def show_plan(self, graph: PartitionedGraph, plan: Plan) -> None:
+        """Show the units and the plan; that of a graph that was planned again takes the place of the first one."""
         for unit in graph.units:
             self._show(f"{unit.name}.py", partial(_code, unit.gm))
         self._show("plan.json", plan.to_json)
         self._show("plan.txt", lambda: str(plan), level=logging.INFO)
         self._write_report()
-        for note in graph.notes:  # the plan has remarks of its own, which are no cause for worry
-            log.warning("%s", note)
 
     def show_program(self, sizes: Sequence[object], source: str) -> None:
         """Show the program of a bucket that was captured."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -25,12 +25,15 @@ from torch import fx
 
 from ..analysis.sizes import Sizes, SizesOfCalls
 from ..analysis.slot_placement import Placement, place_slots, reuse_placement
+from ..compat.dispatch import OpOverload, op_name
 from ..compat.dynamo import is_profiling
 from ..config import Config
 from ..counting import counters
 from ..graph.mode_scopes import scopes_of
 from ..graph.partitioned import InputRole, PartitionedGraph
+from ..graph.source_lines import where
 from ..graph.traced import Value
+from ..log import log
 from .engines.base import Engine
 from .engines.capture_state import is_capturing, restoring
 from .memory.arena import Arenas
@@ -44,6 +47,8 @@ from .program.profiler_ranges import profiler_range
 from .restore_inputs import call_restoring, is_restoring
 from .traced_call import TracedCall
 from .uncaptured import UncapturedCallable
+
+PlanAgain = Callable[[PartitionedGraph, Mapping[fx.Node, str]], tuple[PartitionedGraph, Pieces]]
 
 _live: weakref.WeakSet[CapturedCallable] = weakref.WeakSet()
 _live_lock = threading.Lock()  # one that is made meanwhile would break the loop over them
@@ -65,6 +70,7 @@ class CapturedCallable:
         engine: who records.
         bound: the largest token count, if known.
         show_program: is told the sizes and the text of each program.
+        plan_again: plans a graph anew, and makes its pieces, once captures have shown what no graph can hold.
     """
 
     def __init__(
@@ -77,24 +83,31 @@ class CapturedCallable:
         *,
         bound: int | None,
         show_program: Callable[[Bucket, str], None],
+        plan_again: PlanAgain,
     ) -> None:
         self._show_program = show_program
-        self._graph = graph
-        self._pieces = pieces
+        self._plan_again = plan_again
         self._config = config
         self._engine = engine
-        self._sizes = SizesOfCalls(graph.traced.symbols)
-        self._limits = Limits(config, graph.token_count, bound, graph.slots)
+        self._bound = bound
         self._traced_call = traced_call
-        self._uncaptured = UncapturedCallable(graph, pieces, traced_call)
-        self._streams = max(graph.streams.values(), default=0)
         self._title = f"graph {next(_graph_numbers)}"
-        self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
-        self._switches_modes = any(scopes_of(node) for node in graph.traced.gm.graph.nodes)
         self._serving: dict[str, object] = {}  # the call that uses the workspace
-        self._start_empty()
+        self._use(graph, pieces)
         with _live_lock:
             _live.add(self)
+
+    def _use(self, graph: PartitionedGraph, pieces: Pieces) -> None:
+        """Serve calls by this plan from now on."""
+        self._graph = graph
+        self._pieces = pieces
+        self._sizes = SizesOfCalls(graph.traced.symbols)
+        self._limits = Limits(self._config, graph.token_count, self._bound, graph.slots)
+        self._uncaptured = UncapturedCallable(graph, pieces, self._traced_call)
+        self._streams = max(graph.streams.values(), default=0)
+        self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
+        self._switches_modes = any(scopes_of(node) for node in graph.traced.gm.graph.nodes)
+        self._start_empty()
 
     def _start_empty(self) -> None:
         self._cache = ProgramCache()
@@ -156,7 +169,7 @@ class CapturedCallable:
     def _serve_new(self, key: Key, args: tuple[Value, ...]) -> Value:
         bucket, _ = key
         sizes = self._sizes.of({i.node: arg for i, arg in zip(self._graph.traced.inputs, args, strict=True)})
-        if self._limits.excludes(sizes):
+        if self._graph.uncaptured is not None or self._limits.excludes(sizes):
             return self._serve_uncaptured(args)
         if (reason := self._traced_call.why_needed(args)) is not None:
             return self._traced_call.run(args, reason)
@@ -180,13 +193,29 @@ class CapturedCallable:
         overlap = OverlapCheck(self._graph.traced, args)
         if overlap.check(args):
             return self._serve_uncaptured(args)
-        program, result = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
+        built = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
+        if built.refused:
+            counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
+            self._move_to_regions(built.refused)
+            return built.result
         is_again = self._cache.add(
-            key, CachedProgram(program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
+            key, CachedProgram(built.program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
         )
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
-        self._show_program(sizes_of_bucket(bucket), program.source)
-        return result
+        self._show_program(sizes_of_bucket(bucket), built.program.source)
+        return built.result
+
+    def _move_to_regions(self, refused: Mapping[fx.Node, str]) -> None:
+        """Plan again, with these nodes eager; what was captured before goes."""
+        graph, pieces = self._plan_again(self._graph, refused)
+        said = {op_text(node): f"{reason} ({where(node)})" for node, reason in refused.items()}
+        for op, reason in said.items():
+            log.warning("%s runs eagerly from now on, since no graph can hold it: %s", op, reason)
+        if graph.uncaptured is not None:
+            log.warning("calls run uncaptured: %s", graph.uncaptured)
+        counters.add(replans=1)
+        self._cache.clear()
+        self._use(graph, pieces)
 
     def _note_warm(self, bucket: Bucket, mistrust: str | None) -> None:
         self._warm[bucket] = mistrust
@@ -244,6 +273,11 @@ class CapturedCallable:
         """
         self._cache.clear()
         self._start_empty()
+
+
+def op_text(node: fx.Node) -> str:
+    """What a node calls, as a person would say it."""
+    return op_name(node.target) if isinstance(node.target, OpOverload) else node.name
 
 
 def sizes_of_bucket(bucket: Bucket) -> Bucket:

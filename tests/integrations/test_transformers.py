@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from transformers import DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
+from dsv4_compile import counters
 from dsv4_compile.errors import UnsupportedConfigError
 from dsv4_compile.integrations.transformers import SwappedModel, load, swap_attention
 from dsv4_compile.models.deepseek_v4 import DeepseekV4Attention, StepState
@@ -274,6 +275,26 @@ def test_weights_of_two_dtypes_cannot_be_fused() -> None:
 
 
 # compilation
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # transformers' own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("runner_type", RUNNERS)
+def test_a_checkpoint_is_served_with_the_default_experts(
+    runner_type: type[ModelRunner], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """transformers' grouped experts read the routing on the host where torch has no kernel for them."""
+    save_as_released(random_hf_model(tiny_hf_config((4, 128))), tmp_path / "checkpoint")
+    model = load(tmp_path / "checkpoint", dtype=dtype)
+    prompts = make_prompts(40, 6, 20)
+    expected = runner_type(model, model.config, **LIMITS).generate(prompts, 6)
+    options = {"runner": "mrv1" if runner_type is ModelRunnerV1 else "mrv2"}
+    compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True, fullgraph=True, options=options)
+    for _ in range(2):
+        assert runner_type(compiled, model.config, **LIMITS, attention=model).generate(prompts, 6) == expected
+    assert counters.graphs_compiled <= 2
+    assert counters.replans <= counters.graphs_compiled
+    assert counters.replays > 0
 
 
 @pytest.mark.sampled(2)

@@ -19,6 +19,7 @@ from runtime_helpers import allocations as allocations  # a fixture
 from torch import Tensor
 from toy_ops import Host
 
+import dsv4_compile
 from dsv4_compile import counters
 from dsv4_compile.errors import CaptureError
 
@@ -126,7 +127,11 @@ def fail_in_core(op: str) -> None:
 
 
 def test_piece_that_no_graph_can_hold_is_refused_until_it_is_mended() -> None:
-    """Its warm-up call runs; each capturing call raises and keeps nothing, until the op reads no value any more."""
+    """Its warm-up call runs; each capturing call raises and keeps nothing, until the op reads no value any more.
+
+    It is registered as one that is to be captured; any other would be eager from then on (test_refused_captures.py).
+    """
+    dsv4_compile.register_op("probe::shift", role="capture")
 
     def read_a_value(op: str) -> None:
         torch.ones(()).item()

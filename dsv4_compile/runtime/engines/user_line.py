@@ -47,6 +47,19 @@ def line_of(error: BaseException) -> str:
     return _innermost(frames)
 
 
+def name_in_code(error: BaseException, module: fx.GraphModule) -> str | None:
+    """The name of the node of a module in whose generated code an exception came, if its line names one."""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if traceback.tb_frame.f_locals.get("self") is module and not os.path.exists(code.co_filename):
+            line = linecache.getline(code.co_filename, traceback.tb_lineno, traceback.tb_frame.f_globals)
+            assigned = _ASSIGNED.match(line)
+            return None if assigned is None else assigned.group(1)
+        traceback = traceback.tb_next
+    return None
+
+
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
     for frame, number in frames:
         path = frame.f_code.co_filename

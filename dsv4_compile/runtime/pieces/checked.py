@@ -18,10 +18,17 @@ from ...compat.dispatch import pytree
 from ...compat.symbols import expr_of
 from ...graph.partitioned import Unit
 from ...graph.traced import TensorMeta, TracedGraph, Value
+from ..engines.user_line import name_in_code
 from .interpreter import UnitInterpreter
 from .result_checks import check_fresh, check_layout, why_other_memory, why_unlike
 
 Notes = dict[str, None]  # what is not as promised, each once, in order
+
+
+def note_node(error: RuntimeError, node: fx.Node | None) -> None:
+    """Say at which node of a graph an error came, unless it says so."""
+    if node is not None and vars(error).get("node") is None:
+        error.node = node  # type: ignore[attr-defined]
 
 
 class CheckedRun:
@@ -52,7 +59,17 @@ class CheckedRun:
             LayoutMismatchError: a result of a custom op has another shape or dtype than its fake promised.
         """
         is_plain = notes is None and not self._custom
-        return tuple(self._unit.gm.forward(*inputs) if is_plain else self._run(inputs, notes))
+        try:
+            return tuple(self._unit.gm.forward(*inputs) if is_plain else self._run(inputs, notes))
+        except RuntimeError as error:
+            if is_plain:
+                self._note_node(error)
+            raise
+
+    def _note_node(self, error: RuntimeError) -> None:
+        """Say at which node an error came; a capture that was refused goes by it."""
+        name = name_in_code(error, self._unit.gm)
+        note_node(error, next((node for node in self._unit.body if node.name == name), None))
 
     def _run(self, inputs: Sequence[Value], notes: Notes | None) -> list[Tensor]:
         values = dict(zip(self._unit.inputs, inputs, strict=True))
@@ -88,6 +105,14 @@ class _CheckingInterpreter(UnitInterpreter):
         self._own = own
         self._sizes = sizes
         self._notes = notes
+
+    def run_node(self, node: fx.Node) -> None:
+        """See `UnitInterpreter`; an error says at which node it came, and a capture that was refused goes by it."""
+        try:
+            super().run_node(node)
+        except RuntimeError as error:
+            note_node(error, node)
+            raise
 
     def look_at(self, node: fx.Node, value: Value, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
         """Check the result of an op."""

@@ -23,10 +23,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor, fx
 
-from ...analysis.eager_reasons import inputs_shown_around
+from ...analysis.eager_reasons import inputs_shown_around, may_become_eager
 from ...analysis.sizes import Sizes, bytes_needed
 from ...analysis.slot_placement import Placement, aligned, extent_bytes
 from ...compat.dispatch import may_overlap_itself, with_lazy_bits_of
+from ...errors import CaptureError
 from ...graph.mode_scopes import ModeScope
 from ...graph.partitioned import InputRole, PartitionedGraph, Unit
 from ...graph.traced import TensorMeta, Value
@@ -88,14 +89,27 @@ class BuildContext:
     full_check: bool
 
 
-def build_program(context: BuildContext, args: Sequence[Value]) -> tuple[Program, Value]:
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a call that captures comes to.
+
+    Attributes:
+        program: what replays its bucket.
+        result: what the graph returns.
+        refused: what nodes did that no graph can hold, if they may run eagerly instead. Their pieces ran uncaptured,
+            and the program is of no use.
+    """
+
+    program: Program
+    result: Value
+    refused: Mapping[fx.Node, str]
+
+
+def build_program(context: BuildContext, args: Sequence[Value]) -> Built:
     """Capture the bucket of this call, and run the call.
 
-    Returns:
-        The program, and what the graph returns for `args`.
-
     Raises:
-        CaptureError: a piece does what a graph cannot hold.
+        CaptureError: a piece does what a graph cannot hold, and has to be captured, or it is not known where.
         LayoutMismatchError: an op's result differs from what its fake promised.
         Exception: whatever an op raises.
     """
@@ -127,6 +141,7 @@ class _Builder(UnitInterpreter):
         self._operands: dict[fx.Node, str] = {}
         self._stable: set[fx.Node] = set()
         self._captured: list[CapturedGraph] = []
+        self._refused: dict[fx.Node, str] = {}
         self._copied_out: list[tuple[Tensor, Tensor]] = []
         self._slots = {
             slot.node: slot_tensor(context.arena, offset, slot.meta, context.sizes)
@@ -209,7 +224,16 @@ class _Builder(UnitInterpreter):
         run = partial(function.fill, inputs, slots)
         context = self._context
         name = f"{unit.name} of {context.title}"
-        captured = context.engine.capture(run, context.pool, name=name, streams=context.streams)
+        try:
+            captured = context.engine.capture(run, context.pool, name=name, streams=context.streams)
+        except CaptureError as error:
+            self._note_refusal(error)
+            captured = None
+        if captured is None:  # none of its kernels has run
+            context.engine.warm_up(run, streams=context.streams)
+            for node, slot in zip(unit.outputs, slots, strict=True):
+                self._bind(node, slot)
+            return
         self._captured.append(captured)
         replay: Callable[[], object] = captured.replay
         if context.full_check:
@@ -218,6 +242,15 @@ class _Builder(UnitInterpreter):
         self._source.line(f"{self._source.name_of(replay, 'replay')}()  # {unit.name}")
         for node, slot in zip(unit.outputs, slots, strict=True):
             self._bind(node, slot)
+
+    def _note_refusal(self, error: CaptureError) -> None:
+        """Remember which node a capture refused, or raise the error again, if the call cannot go on."""
+        node = error.node
+        if error.reason is None or not isinstance(node, fx.Node) or node not in self._graph.traced.effects:
+            raise error
+        if node in self._graph.traced.eager or not may_become_eager(self._graph.traced, node):
+            raise error
+        self._refused[node] = f"{error.reason}, as its capture showed"
 
     def _add_region(self, unit: Unit) -> None:
         """Run a region's ops one by one, and copy what later pieces take into its slot."""
@@ -291,7 +324,7 @@ class _Builder(UnitInterpreter):
         """See `UnitInterpreter`."""
         check_fresh(self._graph.traced, node, value, (args, kwargs))
 
-    def finish(self) -> tuple[Program, Value]:
+    def finish(self) -> Built:
         """Make the outputs; the program and the result of this call."""
         output_assembly = self._graph.output_assembly
         positions = {graph_input.node: position for position, graph_input in enumerate(self._graph.traced.inputs)}
@@ -309,7 +342,7 @@ class _Builder(UnitInterpreter):
         self._source.line(f"return {self._source.text_of(output, self._operands)}")
         source = self._source
         program = Program(source.function(), cache(source.function_with_ranges), source.text(), tuple(self._captured))
-        return program, result
+        return Built(program, result, self._refused)
 
     def _hand_out(self, node: fx.Node) -> None:
         """An output that lives in the arena: a clone, or with static outputs a copy in a buffer of the bucket."""

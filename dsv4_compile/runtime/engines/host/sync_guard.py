@@ -76,10 +76,12 @@ class HostReadGuard(TorchFunctionMode):
 
 def refusal(what: str, reason: str, name: str) -> CaptureError:
     """The error for an op or function, to be raised while user code is on the stack."""
-    return CaptureError(
+    error = CaptureError(
         f"{what} {reason} while {name} is recorded ({current_line()}). A graph cannot hold that: compute it on the "
         "device, or register the op that does it as a split op, so that it runs eagerly."
     )
+    error.reason = f"{what} {reason}".rstrip(",")
+    return error
 
 
 def _holds_tensor(value: object) -> bool:

@@ -44,6 +44,7 @@ from .program.cache import Bucket, CachedProgram, ProgramCache
 from .program.keys import Key, KeyReader
 from .program.limits import Limits
 from .program.profiler_ranges import profiler_range
+from .program.unreplayed import Unreplayed
 from .restore_inputs import call_restoring, is_restoring
 from .traced_call import TracedCall
 from .uncaptured import UncapturedCallable
@@ -114,6 +115,7 @@ class CapturedCallable:
         # in order of age; with why the plan does not hold for the sizes of one, if it does not
         self._warm: dict[Bucket, str | None] = {}
         self._moves: dict[fx.Node, set[int]] = {}
+        self._unreplayed = Unreplayed()
         self._arenas = Arenas(self._engine, self._graph.traced.device)
         self._pool = self._engine.make_pool()
         self._set_roles(dict(self._graph.roles))
@@ -157,6 +159,8 @@ class CapturedCallable:
             return restoring(self._serve_new, key, args)
         if entry.overlap.check(args):
             return self._serve_uncaptured(args)
+        if self._unreplayed.streak:
+            self._unreplayed.note_replay(entry.bucket)
         counters.add(replays=1, eager_op_calls=self._eager_ops)
         if is_profiling():
             return entry.program.with_ranges()(args)
@@ -170,6 +174,8 @@ class CapturedCallable:
         bucket, _ = key
         sizes = self._sizes.of({i.node: arg for i, arg in zip(self._graph.traced.inputs, args, strict=True)})
         if self._graph.uncaptured is not None or self._limits.excludes(sizes):
+            return self._serve_uncaptured(args)
+        if self._unreplayed.excludes(bucket) and not is_restoring():  # what is captured ahead is asked for
             return self._serve_uncaptured(args)
         if (reason := self._traced_call.why_needed(args)) is not None:
             return self._traced_call.run(args, reason)
@@ -202,6 +208,9 @@ class CapturedCallable:
             key, CachedProgram(built.program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
         )
         counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
+        if bucket not in captured and not is_again and not is_restoring():
+            names = partial(self._keys.bucket_names, self._graph.traced)
+            self._unreplayed.note_capture(bucket, self._limits.listed(sizes), self._cache.buckets(), names)
         self._show_program(sizes_of_bucket(bucket), built.program.source)
         return built.result
 

@@ -74,10 +74,12 @@ class ProgramCache:
             self._stale.pop(bucket, None)
         return is_again
 
-    def buckets(self, parameter_addresses: ParameterAddresses) -> set[Bucket]:
-        """The buckets that are captured with these parameters and buffers."""
+    def buckets(self, parameter_addresses: ParameterAddresses | None = None) -> set[Bucket]:
+        """The buckets that are captured with these parameters and buffers, or with any."""
         return {
-            entry.bucket for entry in list(self._programs.values()) if entry.parameter_addresses == parameter_addresses
+            entry.bucket
+            for entry in list(self._programs.values())
+            if parameter_addresses in (None, entry.parameter_addresses)
         }
 
     def drop_moved(self, owned: Sequence[Tensor]) -> None:

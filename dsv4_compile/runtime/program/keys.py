@@ -41,6 +41,11 @@ class KeyReader:
         self._identified = [] if check_addresses else self._owned
         self._unguarded = [] if GUARDS_STRIDES else self._owned
 
+    def bucket_names(self, traced: TracedGraph) -> list[str]:
+        """What each entry of a bucket is, as the user reaches it: "x.size()[0]"."""
+        names = [traced.inputs[position].name for position in (*self._numbers, *self._scalars)]
+        return [*names, "strides of the weights"] if self._unguarded else names
+
     def read(self, args: Sequence[Value]) -> Key:
         """The key of a call: its bucket, and its addresses."""
         bucket: tuple[object, ...] = tuple([args[position] for position in self._numbers])

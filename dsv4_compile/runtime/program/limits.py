@@ -44,6 +44,11 @@ class Limits:
         above = self._bound is not None and tokens > self._bound
         return tokens == 0 or above or (listed is not None and tokens not in listed)
 
+    def listed(self, sizes: Sizes) -> int | None:
+        """The token count of these sizes, if the options list those that are to be captured."""
+        is_listed = self._config.capture_sizes is not None and self._tokens is not None
+        return sizes.of_expr(self._tokens) if is_listed else None
+
     def streams(self, most: int, sizes: Sizes) -> int:
         """How many of the side streams of the plan calls of these sizes use: all, or none where it does not pay."""
         small = self._tokens is None or sizes.of_expr(self._tokens) <= self._config.aux_stream_max_tokens

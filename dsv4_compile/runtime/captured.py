@@ -227,6 +227,7 @@ class CapturedCallable:
         self._use(graph, pieces)
 
     def _note_warm(self, bucket: Bucket, mistrust: str | None) -> None:
+        self._unreplayed.note_warm_up(bucket)
         self._warm[bucket] = mistrust
         if len(self._warm) > WARM_BUCKETS:
             del self._warm[next(iter(self._warm))]

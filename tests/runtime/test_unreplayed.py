@@ -107,6 +107,19 @@ def test_captures_ahead_of_serving_are_asked_for(
         serve(compiled, function, other, [90])
 
 
+@CASES
+def test_two_calls_of_each_are_a_warm_up_by_hand(
+    function: Callable[..., Tensor], other: Callable[[int], Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = once_compiled(function, other)
+    for n in range(10, 40):
+        serve(compiled, function, other, (n, n))
+    assert counters.captures == 30
+    assert warnings(caplog) == []
+    with counters.expect(captures=0, uncaptured_calls=0, replays=30):
+        serve(compiled, function, other, range(10, 40))
+
+
 def test_listed_sizes_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     def function(x: Tensor) -> Tensor:
         return toy.fresh(x * 2) + 1

@@ -3,7 +3,8 @@
 A cache that grows with every step, or a position that the model gets as an integer, makes a bucket of each call. If
 such calls are made twice, all of them are captured, and none is replayed. So captures are watched: once several in a
 row were of buckets that have not come back, what was another in each of them is named, and new values of it are not
-captured any more. What was captured stays, and so does what is captured ahead, on demand.
+captured any more. What was captured stays, and so does what is captured ahead, on demand; or by hand, with two calls of
+each size one after the other.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ class Unreplayed:
 
     def __init__(self) -> None:
         self.streak: dict[Bucket, int | None] = {}
+        self._warmed: Bucket | None = None
         self._values: dict[int, set[object]] = {}  # by the place in the bucket, those that may be captured
 
     def excludes(self, bucket: Bucket) -> bool:
         """Whether a bucket has a new value of what keeps changing, and is not to be captured."""
         return any(bucket[place] not in values for place, values in self._values.items())
+
+    def note_warm_up(self, bucket: Bucket) -> None:
+        """A bucket is met for the first time."""
+        self._warmed = bucket
 
     def note_replay(self, bucket: Bucket) -> None:
         """A bucket came back."""
@@ -49,6 +55,8 @@ class Unreplayed:
             captured: all that are, with this one.
             names: of what a bucket consists of, as the user reaches it.
         """
+        if bucket == self._warmed:
+            return  # it came back at once
         self.streak[bucket] = listed
         if len(self.streak) < MOST:
             return

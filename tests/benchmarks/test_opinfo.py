@@ -68,9 +68,18 @@ def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "error: torch has no dtype 'float33'\n"
 
 
+def spin() -> None:
+    while True:
+        pass
+
+
 @pytest.mark.parametrize(
     ("action", "text"),
-    [(lambda: os._exit(7), "the process ended with 7"), (lambda: time.sleep(60), "took longer than its limit")],
+    [
+        (lambda: os._exit(7), "the process ended with 7"),
+        (spin, "took longer than its limit"),
+        (lambda: time.sleep(60), "the process ended with -9"),
+    ],
 )
 def test_a_crash_and_a_hang_are_findings(
     action: Callable[[], None], text: str, monkeypatch: pytest.MonkeyPatch

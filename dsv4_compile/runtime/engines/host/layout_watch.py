@@ -3,7 +3,8 @@
 A recorder runs no kernel, so it takes sizes, strides and dtypes of results from meta kernels. A few of these differ
 from the CPU kernel (`max_unpool2d` and `convolution` of channels-last tensors, `native_batch_norm` in eval mode). What
 is recorded after such an op would be laid out otherwise than in eager, and a strided view of it would show other
-elements. So what the kernel gave is kept, and the recorder goes by it. An op for which that cannot be done is named.
+elements. So what the kernel gave is kept, and the recorder goes by it; also for an op that has no meta kernel at all.
+One for which that cannot be done is named.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LayoutWatch(TorchDispatchMode):
         with NoFunctionModes():
             said = _said_by_meta(func, args, kwargs)  # before, since the op may change its arguments
         result = func(*args, **kwargs)
-        if said is not None and any(map(_differ, leaves_of(result), said)):
+        if said is None or any(map(_differ, leaves_of(result), said)):
             with NoFunctionModes(), OutsideInferenceMode():
                 if not self._meta_cache.keep_real(func, args, kwargs, result):
                     self.other_op = op_name(func)
@@ -70,12 +71,14 @@ class LayoutWatch(TorchDispatchMode):
 
 
 def _said_by_meta(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> list[Tree] | None:
-    """Leaves of what the meta kernel gives; None if it cannot be asked, which a recorder refuses with its reason."""
+    """Leaves of what the meta kernel gives, or might give; None if the op makes something and has no such kernel."""
     meta = MetaArguments()
     try:
         return list(leaves_of(func(*meta.of(args), **meta.of(on_meta(func, kwargs)))))
+    except NotImplementedError:
+        return None if any(value.alias_info is None for value in func._schema.returns) else []
     except Exception:
-        return None
+        return []  # a recorder that asks again refuses the op, with the reason
 
 
 def _differ(real: Tree, said: Tree) -> bool:

@@ -37,7 +37,11 @@ def plain() -> Tensor:
     return torch.cat([x.softmax(-1), torch.add(x, 1, out=torch.empty_like(x))]).sort()[0].to_sparse().to_dense()
 
 
-every_run = pytest.mark.parametrize("run", [unpool, norm, convolution, plain])
+def without_meta_kernel() -> Tensor:
+    return torch.histogram(torch.linspace(0, 1, 9), 4)[0]
+
+
+every_run = pytest.mark.parametrize("run", [unpool, norm, convolution, without_meta_kernel, plain])
 
 
 @every_run

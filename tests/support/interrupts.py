@@ -45,7 +45,8 @@ class Interrupts:
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function under the tracer."""
         before = sys.gettrace()
-        sys.settrace(self._trace)
+        trace = self._trace  # kept: Python calls it once more where it has dropped it, as what it raises is swallowed
+        sys.settrace(trace)
         try:
             return function()
         finally:

@@ -11,6 +11,7 @@ import platform
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ def diagnose() -> Diagnosis:
             ("pieces", ", ".join(f"{config.resolved_piece_compiler(device)} on {device}" for device in devices)),
             ("side streams", ", ".join(f"{config.resolved_aux_streams(device)} on {device}" for device in devices)),
             ("C++ compiler", describe_cxx()),
+            *((("C compiler", describe_cc()),) if made_for() is not None else ()),
         ),
         not_run=(NOT_RUN,),
     )
@@ -115,12 +117,32 @@ def describe_entry_point() -> str:
 
 
 def describe_devices() -> str:
-    """The GPUs, or the CPU."""
+    """The GPUs, or the CPU; what torch was built for, since that may be a GPU which no driver shows."""
+    built = made_for()
     if not torch.cuda.is_available():
-        return f"CPU, {torch.get_num_threads()} threads; no CUDA device"
+        why = "" if built is None else f": torch is built for {built}, and finds no driver or no GPU (nvidia-smi?)"
+        return f"CPU, {torch.get_num_threads()} threads; no CUDA device{why}"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    made_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return f"{', '.join(names)} ({made_for})"
+    return f"{', '.join(names)} ({built})"
+
+
+def made_for() -> str | None:
+    """What torch was built for beside CPUs."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def describe_cc() -> str:
+    """What Triton would compile its launchers with, and Inductor uses Triton on a GPU: it looks in this order."""
+    if find_spec("triton") is None:
+        return "not asked for: no triton, which piece_compiler='inductor' needs on a GPU"
+    wanted = os.environ.get("CC")
+    found = wanted or next(filter(shutil.which, ("gcc", "clang")), None)
+    if found is not None and shutil.which(found):
+        return f"{found}, for Triton"
+    missing = "neither gcc nor clang" if wanted is None else f"no {wanted}"
+    return f"{missing}: piece_compiler='inductor' needs a C compiler for Triton; install one, or set CC"
 
 
 def describe_cxx() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 
 import pytest
@@ -35,6 +36,51 @@ def test_a_missing_cxx_compiler_is_no_problem_until_inductor_is_asked_for(monkey
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert doctor.describe_cxx().startswith("no no-such-compiler: piece_compiler='inductor' needs one")
     assert doctor.diagnose().problem is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "device"),
+    [
+        (None, None, r"CPU, \d+ threads; no CUDA device"),
+        ("13.0", None, r"CPU, .*; no CUDA device: torch is built for CUDA 13.0, and finds no driver or no GPU .*"),
+        (None, "6.4", r"CPU, .*; no CUDA device: torch is built for ROCm 6.4, and finds no driver or no GPU .*"),
+    ],
+)
+def test_what_torch_is_built_for(
+    cuda: str | None, hip: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    facts = dict(doctor.diagnose().facts)
+    assert re.fullmatch(device, facts["device"])
+    assert ("C compiler" in facts) == (cuda is not None or hip is not None)
+
+
+@pytest.mark.parametrize(
+    ("there", "cc", "found"),
+    [
+        (("gcc", "clang"), None, "gcc, for Triton"),
+        (("clang",), None, "clang, for Triton"),
+        ((), None, "neither gcc nor clang: piece_compiler='inductor' needs a C compiler for Triton; "),
+        (("gcc", "icx"), "icx", "icx, for Triton"),
+        (("gcc",), "icx", "no icx: piece_compiler='inductor' needs a C compiler for Triton; "),
+    ],
+)
+def test_which_c_compiler_triton_would_take(
+    there: tuple[str, ...], cc: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
+    monkeypatch.delenv("CC", raising=False)
+    if cc is not None:
+        monkeypatch.setenv("CC", cc)
+    assert doctor.describe_cc().startswith(found)
+
+
+def test_without_triton_no_c_compiler_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert doctor.describe_cc().startswith("not asked for: no triton")
 
 
 def test_no_entry_point_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

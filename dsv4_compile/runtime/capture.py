@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -48,7 +49,8 @@ def _capture(
 
     calls = RestoringCalls()
     try:
-        with torch.no_grad(), calls as restored, progress_bar(len(in_order), "bucket", progress) as advance:
+        bar = progress_bar(len(in_order), "bucket", progress)
+        with _cache_emptied(), torch.no_grad(), calls as restored, bar as advance:
             graphs = 0
             for size in in_order:
                 _call_twice(compiled, inputs_for(size))
@@ -66,6 +68,19 @@ def _capture(
                     _call_twice(compiled, inputs_for(size))
     finally:
         calls.end()  # once more: an interrupt may have come while the block was left
+
+
+@contextmanager
+def _cache_emptied() -> Iterator[None]:
+    """Give back what torch has cached on GPUs, before and after.
+
+    A capture cannot have it, and what warm-ups leave in the cache only other warm-ups can use.
+    """
+    torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _call_twice(compiled: Callable[..., object], inputs: object) -> None:

@@ -1,7 +1,8 @@
 """The callable of the capturing engines: warm-up call, capturing call, then the bucket's program.
 
     call 1 of a bucket    runs uncaptured, which is also its warm-up
-    call 2                builds its program: each piece is captured and replayed at once
+    call 2                builds its program: each piece is captured and replayed at once. One that call 1 did not warm
+                          up as it is captured (`WarmPieces`) is run instead, and captured then
     later calls           look the program up by sizes and addresses, and run it
 
 Threads and nesting: one call at a time uses the workspace. A call that comes while it does, from another thread or from
@@ -39,6 +40,7 @@ from .engines.capture_state import is_capturing, restoring
 from .memory.arena import Arenas
 from .memory.overlap import OverlapCheck
 from .pieces.pieces import Pieces
+from .pieces.warm import WarmPieces
 from .program.builder import BuildContext, build_program
 from .program.cache import Bucket, CachedProgram, ProgramCache
 from .program.keys import Key, KeyReader
@@ -112,8 +114,7 @@ class CapturedCallable:
 
     def _start_empty(self) -> None:
         self._cache = ProgramCache()
-        # in order of age; with why the plan does not hold for the sizes of one, if it does not
-        self._warm: dict[Bucket, str | None] = {}
+        self._warm: dict[Bucket, WarmPieces] = {}  # in order of age
         self._moves: dict[fx.Node, set[int]] = {}
         self._unreplayed = Unreplayed()
         self._arenas = Arenas(self._engine, self._graph.traced.device)
@@ -141,12 +142,20 @@ class CapturedCallable:
         try:
             try:
                 if self._serving.setdefault("call", this) is this:
-                    return restoring(self._serve, args) if self._switches_modes else self._serve(args)
+                    return self._serve_in_order(args)
             finally:
                 self._end(this)
         finally:
             self._end(this)  # once more: an interrupt may have come in between
         return self._serve_uncaptured(args)
+
+    def _serve_in_order(self, args: tuple[Value, ...]) -> Value:
+        if not self._engine.follow():
+            return self._serve_unordered(args)
+        try:
+            return restoring(self._serve, args) if self._switches_modes else self._serve(args)
+        finally:
+            self._engine.leave()
 
     def _end(self, call: object) -> None:
         if self._serving.get("call") is call:
@@ -166,6 +175,10 @@ class CapturedCallable:
             return entry.program.with_ranges()(args)
         return entry.program.run(args)
 
+    def _serve_unordered(self, args: tuple[Value, ...]) -> Value:
+        self._limits.warn_unordered()
+        return self._serve_uncaptured(args)
+
     def _serve_uncaptured(self, args: tuple[Value, ...]) -> Value:
         with profiler_range(f"{self._title}, uncaptured"):
             return self._uncaptured.run(args)
@@ -179,14 +192,26 @@ class CapturedCallable:
             return self._serve_uncaptured(args)
         if (reason := self._traced_call.why_needed(args)) is not None:
             return self._traced_call.run(args, reason)
-        if bucket not in self._warm:
-            with profiler_range(f"{self._title}, warm-up"):
-                warm_up = partial(self._engine.warm_up, streams=self._limits.streams(self._streams, sizes))
-                result, mistrust = self._uncaptured.warm_up(args, warm_up)
-            self._note_warm(bucket, mistrust)  # only now: a call that failed half-way has warmed up half of it
-            return result
-        if (reason := self._warm[bucket]) is not None:
-            return self._traced_call.run(args, reason)
+        warm = self._warm.get(bucket)
+        if warm is not None and warm.mistrust is not None:
+            return self._traced_call.run(args, warm.mistrust)
+        if not self._engine.follow(alone=True):
+            return self._serve_unordered(args)
+        try:
+            return self._warm_up(bucket, args, sizes) if warm is None else self._build(key, args, sizes, warm)
+        finally:
+            self._engine.leave()
+
+    def _warm_up(self, bucket: Bucket, args: tuple[Value, ...], sizes: Sizes) -> Value:
+        warm = WarmPieces()
+        run_piece = partial(warm.warm_up, self._engine, self._limits.streams(self._streams, sizes))
+        with profiler_range(f"{self._title}, warm-up"):
+            result, warm.mistrust = self._uncaptured.warm_up(args, run_piece)
+        self._note_warm(bucket, warm)  # only now: a call that failed half-way has warmed up half of it
+        return result
+
+    def _build(self, key: Key, args: tuple[Value, ...], sizes: Sizes, warm: WarmPieces) -> Value:
+        bucket, _ = key
         key = self._settle_moving_inputs(key, args)
         parameter_addresses = self._keys.parameter_addresses(args)
         self._cache.drop_moved(self._keys.owned_tensors(args))
@@ -199,10 +224,11 @@ class CapturedCallable:
         overlap = OverlapCheck(self._graph.traced, args)
         if overlap.check(args):
             return self._serve_uncaptured(args)
-        built = build_program(self._context(sizes, bucket, *self._fit(sizes)), args)
-        if built.refused:
+        built = build_program(self._context(sizes, bucket, warm, *self._fit(sizes)), args)
+        if built.refused or warm.mistrust is not None:
             counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
-            self._move_to_regions(built.refused)
+            if built.refused:
+                self._move_to_regions(built.refused)
             return built.result
         is_again = self._cache.add(
             key, CachedProgram(built.program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
@@ -226,9 +252,9 @@ class CapturedCallable:
         self._cache.clear()
         self._use(graph, pieces)
 
-    def _note_warm(self, bucket: Bucket, mistrust: str | None) -> None:
+    def _note_warm(self, bucket: Bucket, warm: WarmPieces) -> None:
         self._unreplayed.note_warm_up(bucket)
-        self._warm[bucket] = mistrust
+        self._warm[bucket] = warm
         if len(self._warm) > WARM_BUCKETS:
             del self._warm[next(iter(self._warm))]
 
@@ -260,7 +286,9 @@ class CapturedCallable:
             placement = reuse_placement(slots, sizes, at_largest)
         return arena, placement
 
-    def _context(self, sizes: Sizes, bucket: Bucket, arena: torch.Tensor, placement: Placement) -> BuildContext:
+    def _context(
+        self, sizes: Sizes, bucket: Bucket, warm: WarmPieces, arena: torch.Tensor, placement: Placement
+    ) -> BuildContext:
         return BuildContext(
             graph=self._graph,
             roles=self._roles,
@@ -269,6 +297,7 @@ class CapturedCallable:
             pieces=self._pieces,
             engine=self._engine,
             streams=self._limits.streams(self._streams, sizes),
+            warm=warm,
             pool=self._engine.make_pool() if self._config.pool == "bucket" else self._pool,
             arena=arena,
             placement=placement,

@@ -16,18 +16,20 @@ from ..analysis.sizes import Sizes, SizesOfCalls
 from ..compat.dynamo import is_profiling
 from ..counting import counters
 from ..graph.partitioned import PartitionedGraph, Unit
-from ..graph.source_lines import where
 from ..graph.traced import TensorMeta, Value
 from .engines.capture_state import offering, restoring
 from .memory.arena import copier
 from .pieces.checked import CheckedRun, Notes
 from .pieces.pieces import PieceFunction, Pieces
 from .pieces.result_checks import check_layout, has_strides_of, why_unlike
+from .pieces.warm import other_layout
 from .program.profiler_ranges import in_range
 from .restore_inputs import call_restoring, is_restoring
 from .traced_call import TracedCall
 
-WarmUp = Callable[[Callable[[], None]], str | None]
+# calls a piece before it is captured: its function, the inputs, and what calls it with them and returns the results;
+# gives what `Engine.warm_up` does
+WarmUp = Callable[[PieceFunction, Sequence[Value], Callable[[], object]], str | None]
 # an output, its layout if sizes alone decide it, and whether its strides have to be those
 _Promise = tuple[fx.Node, TensorMeta | None, bool]
 
@@ -80,7 +82,7 @@ class UncapturedCallable:
 
         Args:
             args: of the call.
-            run_piece: calls a function where the engine will record it.
+            run_piece: calls a piece where the engine will record it.
 
         Returns:
             The result, and why the plan does not hold for these sizes: a kernel of torch's own is not as its fake
@@ -110,14 +112,15 @@ class UncapturedCallable:
         sizes = self._prepare(values)
         pieces = self._pieces.for_call(args)
         for unit, last_used in self._steps:
-            function = self._function(unit, self._pieces.uncompiled() if notes else pieces, notes)
+            best = self._pieces.uncompiled() if notes else pieces
+            function = self._function(unit, best, notes)
             if profiled:
                 function = in_range(unit.name, function)
             inputs = [values[node] for node in unit.inputs]
             if run_piece is None or unit.kind == "region":
                 results = function(*inputs)
             else:
-                results, other_op = _through(run_piece, function, inputs)
+                results, other_op = _through(run_piece, best[unit.name], function, inputs)
                 self._note_other_op(unit, other_op, notes)
             if notes is not None:
                 results = self._checked(unit, results, sizes, notes)
@@ -134,9 +137,7 @@ class UncapturedCallable:
     def _note_other_op(self, unit: Unit, op: str | None, notes: Notes | None) -> None:
         """Note what an engine says of an op in a piece, unless the piece has told it already."""
         if op is not None and notes is not None and not notes:
-            nodes = [node for node in unit.nodes if op in self._graph.traced.effects[node].ops]
-            place = where(nodes[0]) if nodes else unit.name
-            notes[f"{op} gives another layout than its meta kernel says ({place})"] = None
+            notes[other_layout(self._graph.traced, unit, op)] = None
 
     def _checked(self, unit: Unit, results: Sequence[Value], sizes: Sizes, notes: Notes) -> list[Value]:
         """The results, if they are as promised; what goes to compiled pieces gets the strides they were made for."""
@@ -173,8 +174,15 @@ def _laid_out_as(made: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def _through(run_piece: WarmUp, function: Callable[..., Value], inputs: Sequence[Value]) -> tuple[Value, str | None]:
-    """What `function` returns, and what the engine that calls it says of its ops."""
+def _through(
+    run_piece: WarmUp, piece: PieceFunction, function: Callable[..., Value], inputs: Sequence[Value]
+) -> tuple[Value, str | None]:
+    """What `function`, a way to call a piece, returns, and what the engine that calls it says of its ops."""
     results: list[Value] = []
-    other_op = run_piece(lambda: results.append(function(*inputs)))
+
+    def call() -> Value:
+        results.append(function(*inputs))
+        return results[0]
+
+    other_op = run_piece(piece, inputs, call)
     return results[0], other_op

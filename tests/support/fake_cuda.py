@@ -8,8 +8,8 @@ to do. A dispatch mode sees each op, on the stream that is current in its thread
   A stream joins a capture by waiting for an event of it.
 - **cuBLAS** has a workspace for each thread and stream, which every product writes. To clear the workspaces frees them.
 
-What it finds: RACE (two accesses, one of them a write, that nothing orders), REUSE (memory handed out that somebody
-still uses), UNJOINED (a side stream at the end of a capture) and UNCAPTURED (a capture that waits for work outside).
+It finds RACE (two accesses, one of them a write, that nothing orders), REUSE (memory handed out that somebody uses),
+UNJOINED (a side stream at the end of a capture) and UNCAPTURED (a capture that waits for work outside).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_compile.runtime import captured
 from dsv4_compile.runtime.engines import select
-from dsv4_compile.runtime.engines.cuda.engine import CudaEngine
+from dsv4_compile.runtime.engines.cuda import engine as cuda_engine
 
 
 class FakeCuda:
@@ -38,14 +38,13 @@ class FakeCuda:
 
     Attributes:
         findings: what a GPU might do wrong, each beginning with its kind.
-        replays: how many graphs were launched.
+        replays, most_streams: graphs launched; streams of the one that has most.
         capturing: the graph that a stream is captured into.
     """
 
     def __init__(self) -> None:
         self.findings: list[str] = []
-        self.replays = 0
-        self.most_streams = 0
+        self.replays = self.most_streams = 0
         self.capturing: dict[Stream, Graph] = {}
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
@@ -113,9 +112,6 @@ class FakeCuda:
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         return self._having(stream=stream)
 
-    def allocating_in(self, pool: Any, device: Any = None) -> AbstractContextManager[None]:
-        return self._having(pool=pool)
-
     @contextmanager
     def _having(self, **values: Any) -> Iterator[None]:
         before = dict(self._thread.__dict__)
@@ -127,7 +123,6 @@ class FakeCuda:
             self._thread.__dict__.update(before)
 
     def watching(self) -> Watch:
-        """Look at the ops of a block; those of compiled models are looked at anyway."""
         return Watch(self)
 
 
@@ -137,11 +132,13 @@ class Stream:
     def __init__(self, device: Any = None, name: str = "") -> None:
         self.cuda_stream = next(self.cuda.numbers)
         self.name = name or f"stream {self.cuda_stream}"
+        self.stream_id, self.is_destroyed = 2 * self.cuda_stream + 1, False  # odd: torch made it
 
     def __repr__(self) -> str:
         return self.name
 
     def record_event(self) -> Event:
+        assert not self.is_destroyed
         event = self.cuda.event()
         event.record(self)
         return event
@@ -194,7 +191,7 @@ class Graph:
 
 
 class Watch(TorchDispatchMode):
-    """Sees the ops of one thread."""
+    """Sees the ops of one thread; calls of compiled models are watched anyway."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -227,8 +224,9 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
         "Event": cuda.event,
         "CUDAGraph": cuda.graph,
         "MemPool": object,
+        "device": lambda device: nullcontext(),
         "stream": cuda.on,
-        "use_mem_pool": cuda.allocating_in,
+        "use_mem_pool": lambda pool, device: cuda._having(pool=pool),
         "current_device": lambda: 0,
         "current_stream": lambda device=None: cuda.current,
         "current_blas_handle": cuda.workspace,
@@ -238,7 +236,8 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: cuda.current.cuda_stream, raising=False)
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", cuda.clear_workspaces, raising=False)
-    engine, call = CudaEngine(torch.device("cuda", 0)), captured.CapturedCallable.__call__
+    patch.setattr(cuda_engine, "record_use", lambda tensor, stream: cuda.block_of(tensor).recorded.add(stream))
+    engine, call = cuda_engine.CudaEngine(torch.device("cuda", 0)), captured.CapturedCallable.__call__
 
     def watched(self: captured.CapturedCallable, *args: Any) -> Any:
         with cuda.watching():

@@ -15,7 +15,15 @@ The contract, for a callable given to `capture`:
 - Random kernels draw fresh numbers in every replay, and recording draws none.
 
 Captures exclude each other (see `capture_state`). Captured graphs that share a pool share memory: neither two replays
-nor a replay and a capture of one pool may run at the same time, and seeing to that is the caller's part.
+nor a replay and a capture of one pool may run at the same time, and seeing to that is the caller's part. What graphs of
+one engine share beyond that is the engine's: a call that is going to replay, warm up or capture begins with `follow`,
+goes on only if that returns True, and ends with `leave`.
+
+    with the lock of its arena and pool held:
+        if engine.follow():
+            try: replay, eager op, replay, ...
+            finally: engine.leave()
+        else: run uncaptured, in memory of its own
 """
 
 from __future__ import annotations
@@ -63,17 +71,33 @@ class Engine(Protocol):
     name: str
     replays_in_captures: bool
 
+    def follow(self, *, alone: bool = False) -> bool:
+        """Order what the caller does next after all work of calls before, on whichever streams that is.
+
+        A call inside of another one, in the same thread, follows too.
+
+        Args:
+            alone: the call warms up or captures: no other thread's call may go on meanwhile.
+
+        Returns:
+            False where that cannot be had: another thread's call goes on. Then the caller may use nothing that
+            captured graphs use, and `leave` is not called. Always True on the host, where work is done in order.
+        """
+
+    def leave(self) -> None:
+        """The end of a call that `follow` let go on, in the same thread."""
+
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory that outlives captures: see `allocate_poisoned`."""
 
     def make_pool(self) -> Pool:
         """A new `Pool` for captures of this engine."""
 
-    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> str | None:
+    def warm_up(self, run: Callable[[], object], *, streams: int = 0) -> str | None:
         """Call `run` for real, once, where captures of this engine will record it (cuda: on the same streams).
 
         Args:
-            run: takes and returns nothing.
+            run: takes nothing. What it returns, a tensor or a sequence of tensors, is for its caller to use.
             streams: how many side streams `capture` will offer; an engine may offer them here already.
 
         Returns:
@@ -81,11 +105,11 @@ class Engine(Protocol):
             is none, and where captures record what kernels give.
         """
 
-    def capture(self, run: Callable[[], None], pool: Any, *, name: str, streams: int = 0) -> CapturedGraph:
-        """Call `run` once, recording its work.
+    def capture(self, run: Callable[[], object], pool: Any, *, name: str, streams: int = 0) -> CapturedGraph:
+        """Call `run` once, recording its work; once more if there was no memory for that, and there may be now.
 
         Args:
-            run: takes and returns nothing; writes its results into tensors that the caller owns.
+            run: takes nothing; writes its results into tensors that the caller owns.
             pool: from `make_pool`.
             name: what is recorded, for errors: "piece_3 of bucket (16,)".
             streams: how many side streams `capture_state.current_streams` offers to `run`.
@@ -93,6 +117,7 @@ class Engine(Protocol):
         Raises:
             CaptureError: `run` does something that a graph cannot hold, or this thread is recording already.
             StreamRaceError: host engine only: work on two streams conflicts, and no event orders it.
+            torch.OutOfMemoryError: there is no memory for what it allocates, or for the graph.
             Exception: whatever `run` raises; nothing is left of the capture then.
         """
 
@@ -112,7 +137,7 @@ class LaunchRecord:
 
     def release(self) -> None:
         """See `CapturedGraph.release`."""
-        self._launches[:] = [partial(_refuse_replay, self._name)]
+        self._launches[:] = [partial(refuse_replay, self._name)]
         self._keep_alive.clear()
 
     def __len__(self) -> int:
@@ -120,7 +145,8 @@ class LaunchRecord:
         return len(self._launches)
 
 
-def _refuse_replay(name: str) -> NoReturn:
+def refuse_replay(name: str) -> NoReturn:
+    """What a captured graph does once it was released."""
     raise CaptureError(f"{name} was replayed after its release: its memory is gone. Capture it again.")
 
 

@@ -1,8 +1,9 @@
 """The program of one bucket: capture each piece, and write one straight line of replays and eager ops.
 
-Building a program is also a call: each piece is captured and replayed at once, each eager op runs, so that the next
-unit sees real values. What a program refers to is stable: static inputs at their own addresses, copied in inputs and
-everything that crosses in slots of the arena. Views of stable tensors are made once, while building.
+Building a program is also a call: each piece is captured and replayed at once, or run and then captured where that is
+its warm-up; each eager op runs. So the next unit sees real values. What a program refers to is stable: static inputs at
+their own addresses, copied in inputs and everything that crosses in slots of the arena. Views of stable tensors are
+made once, while building.
 
     k0_copy_in(args[3])               copy a non-static input into its slot
     k1_replay()                       piece_0
@@ -37,6 +38,7 @@ from ..pieces.interpreter import UnitInterpreter
 from ..pieces.pieces import Pieces
 from ..pieces.replay_check import CheckedReplay
 from ..pieces.result_checks import check_fresh, check_layout
+from ..pieces.warm import WarmPieces, other_layout
 from .codegen import Function, SourceWriter
 from .profiler_ranges import profiler_range
 
@@ -70,6 +72,7 @@ class BuildContext:
         pieces: what runs each piece.
         engine, pool: who records, and where temporaries go.
         streams: how many side streams pieces may use.
+        warm: which functions of pieces have run for this bucket.
         arena, placement: where slots are.
         static_outputs: return buffers of the bucket, not fresh tensors.
         full_check: compare each replay with an eager run.
@@ -82,6 +85,7 @@ class BuildContext:
     pieces: Pieces
     engine: Engine
     streams: int
+    warm: WarmPieces
     pool: Pool
     arena: Tensor
     placement: Placement
@@ -97,7 +101,8 @@ class Built:
         program: what replays its bucket.
         result: what the graph returns.
         refused: what nodes did that no graph can hold, if they may run eagerly instead. Their pieces ran uncaptured,
-            and the program is of no use.
+            and the program is of no use. It is of none either if a piece that was not warm has shown that the plan
+            does not hold (`WarmPieces.mistrust`).
     """
 
     program: Program
@@ -217,31 +222,47 @@ class _Builder(UnitInterpreter):
                 self._add_region(unit)
 
     def _add_piece(self, unit: Unit) -> None:
-        """Capture a piece that writes its results into their slots, and replay it."""
+        """Capture a piece that writes its results into their slots, and replay it.
+
+        One that is not warm runs for real before, which is also what this call needs of it.
+        """
         inputs = [self.values[node] for node in unit.inputs]
         slots = [self._slots[node] for node in unit.outputs]
         function = self._pieces[unit.name]
         run = partial(function.fill, inputs, slots)
         context = self._context
-        name = f"{unit.name} of {context.title}"
-        try:
-            captured = context.engine.capture(run, context.pool, name=name, streams=context.streams)
-        except CaptureError as error:
-            self._note_refusal(error)
-            captured = None
-        if captured is None:  # none of its kernels has run
+        has_run = not context.warm.covers(function, inputs)
+        if has_run:
+            other_op = context.warm.warm_up(context.engine, context.streams, function, inputs, run)
+            if other_op is not None:
+                context.warm.mistrust = other_layout(self._graph.traced, unit, other_op)
+        captured = self._capture(unit, run) if context.warm.mistrust is None else None
+        if captured is not None:
+            self._captured.append(captured)
+            replay: Callable[[], object] = captured.replay
+            if context.full_check:
+                replay = CheckedReplay(self._graph.traced, unit, function, inputs, slots, captured.replay)
+            if not has_run:
+                replay()
+            self._source.line(f"{self._source.name_of(replay, 'replay')}()  # {unit.name}")
+        elif not has_run:  # none of its kernels has
             context.engine.warm_up(run, streams=context.streams)
-            for node, slot in zip(unit.outputs, slots, strict=True):
-                self._bind(node, slot)
-            return
-        self._captured.append(captured)
-        replay: Callable[[], object] = captured.replay
-        if context.full_check:
-            replay = CheckedReplay(self._graph.traced, unit, function, inputs, slots, captured.replay)
-        replay()
-        self._source.line(f"{self._source.name_of(replay, 'replay')}()  # {unit.name}")
         for node, slot in zip(unit.outputs, slots, strict=True):
             self._bind(node, slot)
+
+    def _capture(self, unit: Unit, run: Callable[[], object]) -> CapturedGraph | None:
+        """The graph of a piece; None if it was refused, and the call can go on."""
+        context = self._context
+        try:
+            try:
+                name = f"{unit.name} of {context.title}"
+                return context.engine.capture(run, context.pool, name=name, streams=context.streams)
+            except CaptureError as error:
+                self._note_refusal(error)
+                return None
+        except BaseException:
+            context.warm.forget()
+            raise
 
     def _note_refusal(self, error: CaptureError) -> None:
         """Remember which node a capture refused, or raise the error again, if the call cannot go on."""

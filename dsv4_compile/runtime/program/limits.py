@@ -71,6 +71,13 @@ class Limits:
             "static inputs keep changing their addresses, and each move is a new capture; keep them where they are"
         )
 
+    def warn_unordered(self) -> None:
+        """Say once that a call runs uncaptured since another thread's call goes on."""
+        self._warn_once(
+            "calls run uncaptured while a call of another thread gives work to this device, on another stream or to "
+            "warm up or capture: give all calls one stream, and capture ahead"
+        )
+
     def _warn_once(self, message: str, *values: object) -> None:
         if message not in self._warned:
             self._warned.add(message)

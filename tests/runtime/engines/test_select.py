@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_compile.runtime.engines import select as engine
+from dsv4_compile.runtime.engines import select
 from dsv4_compile.runtime.engines.cuda import engine as cuda
 from dsv4_compile.runtime.engines.select import engine_for
 
@@ -26,7 +26,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     number = [0]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: number[0])
     monkeypatch.setattr(cuda, "CudaEngine", Made)
-    monkeypatch.setattr(engine, "_make_engine", cache(engine._make_engine.__wrapped__))
+    monkeypatch.setattr(select, "_make_engine", cache(select._make_engine.__wrapped__))
     return number
 
 

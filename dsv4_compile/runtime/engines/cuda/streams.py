@@ -2,6 +2,10 @@
 
 An event that two graphs share orders neither, so none is kept. Streams are: what a library allocates per stream is then
 there after the warm-up.
+
+Workspaces of cuBLAS come from a pool of their own. Graphs write them for as long as they live, but whoever calls
+`torch._C._cuda_clearCublasWorkspaces()` frees those of all streams; torch's own graphs do, around each warm-up and
+capture of `mode="reduce-overhead"`. Out of that pool nobody but the next workspace of the same stream can get them.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from contextlib import contextmanager
 
 import torch
 
+from ....compat.cuda import own_stream
+
 
 class SideStreams:
-    """The side streams of one device, made when first asked for.
+    """The side streams of one device, made when first asked for, and what cuBLAS keeps for them.
 
     Args:
         device: the CUDA device.
@@ -22,6 +28,8 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        with torch.cuda.device(device):
+            self._workspaces = torch.cuda.MemPool()
         self._streams: list[torch.cuda.Stream] = []
         self._making = threading.Lock()
 
@@ -30,15 +38,19 @@ class SideStreams:
         return CudaStreams((main, *self._first(count))) if count else None
 
     def prepare_blas(self, main: torch.cuda.Stream, count: int) -> None:
-        """Have cuBLAS make what it keeps for this thread and these streams, which it cannot in a capture."""
-        for stream in (main, *self._first(count)):
-            with torch.cuda.stream(stream):
-                torch.cuda.current_blas_handle()
+        """Have cuBLAS make what it keeps for this thread and these streams, which it cannot in a capture.
+
+        For a caller that keeps captures and other calls of this from running meanwhile.
+        """
+        with torch.cuda.use_mem_pool(self._workspaces, self._device):
+            for stream in (main, *self._first(count)):
+                with torch.cuda.stream(stream):
+                    torch.cuda.current_blas_handle()
 
     def _first(self, count: int) -> list[torch.cuda.Stream]:
         with self._making:
             while len(self._streams) < count:
-                self._streams.append(torch.cuda.Stream(self._device))
+                self._streams.append(own_stream(self._device))
             return self._streams[:count]
 
 

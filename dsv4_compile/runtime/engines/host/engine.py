@@ -74,6 +74,13 @@ class HostEngine:
     def __init__(self) -> None:
         self._meta_cache = MetaCache()
 
+    def follow(self, *, alone: bool = False) -> bool:
+        """See `Engine.follow`; what a thread does is done when it does the next thing."""
+        return True
+
+    def leave(self) -> None:
+        """See `Engine.leave`."""
+
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Engine.allocate`."""
         return allocate_poisoned(nbytes, device)
@@ -82,14 +89,14 @@ class HostEngine:
         """See `Engine.make_pool`."""
         return HostPool()
 
-    def warm_up(self, run: Callable[[], None], *, streams: int = 0) -> str | None:
+    def warm_up(self, run: Callable[[], object], *, streams: int = 0) -> str | None:
         """See `Engine.warm_up`; one stream after the other."""
         watch = LayoutWatch(self._meta_cache)
         with watch:
             run()
         return watch.other_op
 
-    def capture(self, run: Callable[[], None], pool: HostPool, *, name: str, streams: int = 0) -> LaunchRecord:
+    def capture(self, run: Callable[[], object], pool: HostPool, *, name: str, streams: int = 0) -> LaunchRecord:
         """See `Engine.capture`."""
         recorder = self.make_recorder(pool, name)
         with recording(name, recorder), offering(recorder.streams if streams else None):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from engine_examples import EXAMPLES
 from engine_streams import EXAMPLES as STREAMS
 from engine_surroundings import EXAMPLES as SURROUNDINGS
-from runtime_helpers import SPLIT_PROBES
+from runtime_helpers import SPLIT_PROBES, Probe
 from torch import Tensor, nn
 
 from dsv4_compile import counters
@@ -166,3 +169,137 @@ def test_a_graph_that_goes_leaves_the_cublas_workspaces_of_others():
     out.zero_()
     kept.replay()
     torch.testing.assert_close(out, expected)
+
+
+# two streams, and what others do to memory; tests/runtime/engines/cuda/test_stream_order.py has the same without a GPU
+
+LONG = 1 << 15  # so long a sum is split between blocks, which meet in a workspace of cuBLAS
+CYCLES = 200_000_000  # a tenth of a second or so
+
+
+def long_product(width: int) -> tuple[Any, Tensor, Tensor]:
+    """A compiled and captured function of two products, and its arguments."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        result: Tensor = probe.give(x @ w) + (x @ w)
+        return result
+
+    x, w = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for size in ((8, LONG), (LONG, width)))
+    options = {"split_ops": SPLIT_PROBES, "piece_compiler": "eager"}
+    compiled = torch.compile(f, backend=dsv4_piecewise, dynamic=True, options=options)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x, w), f(x, w))
+    return compiled, x, w
+
+
+@contextmanager
+def sleeping(op: str) -> Iterator[None]:
+    """Have an op keep its stream busy before it does anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Probe, "called", staticmethod(lambda name: torch.cuda._sleep(CYCLES) if name == op else None))
+        yield
+
+
+@torch.no_grad()
+def test_two_models_on_two_streams_share_no_workspace_at_a_time():
+    calls = [(torch.cuda.Stream(), *long_product(width)) for width in (64, 128)]
+    expected = [compiled(x, w) for _, compiled, x, w in calls]  # one after the other
+    torch.cuda.synchronize()
+    results: list[list[Tensor]] = []
+    for _ in range(200):
+        results.append([])
+        for stream, compiled, x, w in calls:
+            with torch.cuda.stream(stream):
+                results[-1].append(compiled(x, w))
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for found in results for pair in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_call_on_another_stream_comes_after_the_last_one():
+    compiled, x, w = long_product(64)
+    inputs, streams = (x, torch.randn_like(x)), [torch.cuda.Stream() for _ in range(2)]
+    expected, found = [compiled(value, w) for value in inputs], []
+    torch.cuda.synchronize()
+    with sleeping("give"):
+        for stream, value in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(compiled(value, w))
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def test_results_of_a_warm_up_are_not_handed_out_while_they_are_read():
+    model = torch.compile(lambda x: x * 2 + 1, backend=dsv4_piecewise, dynamic=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    x = torch.ones(1 << 20, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        y = model(x)  # the warm-up of its size
+        torch.cuda._sleep(CYCLES)
+        z = y.clone()
+        del y
+    with torch.cuda.stream(streams[1]):
+        kept = [model(torch.zeros((1 << 20) + extra, device=DEVICE)) for extra in range(1, 4)]
+    torch.cuda.synchronize()
+    assert torch.equal(z, torch.full_like(z, 3))
+    del kept
+
+
+@torch.no_grad()
+def test_a_graph_keeps_its_workspace_when_others_clear_them():
+    """As `mode="reduce-overhead"` does; whoever gets memory afterwards must not find our products in it."""
+    compiled, x, w = long_product(64)
+    expected = compiled(x, w)
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    sentinel = [torch.full((1 << 26,), 7.0, device=DEVICE) for _ in range(4)]  # 1 GiB
+    for _ in range(3):
+        assert torch.equal(compiled(x, w), expected)
+    assert all(bool((part == 7).all()) for part in sentinel)
+
+
+def test_the_streams_of_the_engine_are_nobody_elses():
+    pytest.importorskip("cuda.bindings.driver", reason="torch hands its streams out in turn, and we get some of them")
+    made = engine()
+    made.warm_up(lambda: None, streams=3)
+    ours = {stream.cuda_stream for stream in (made._origin, made._stream, *made._side_streams._streams)}
+    assert len(ours) == 2 + 3
+    assert ours.isdisjoint(torch.cuda.Stream().cuda_stream for _ in range(64))
+
+
+@torch.no_grad()
+def test_a_capture_gets_the_memory_that_torch_has_cached():
+    """Nothing is given back while anything is captured; so the capture is made again."""
+    x, out = torch.ones(1 << 26, device=DEVICE), torch.zeros(1, device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total, room = torch.cuda.mem_get_info()[1], 1 << 30
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    try:
+        torch.empty(room - (64 << 20), dtype=torch.uint8, device=DEVICE)  # cached, as soon as it is made
+        graph = engine().capture(lambda: out.copy_((x * 2)[:1]), engine().make_pool(), name="one")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    graph.replay()
+    assert out.item() == 2
+
+
+def test_a_first_capture_in_inference_mode_is_no_hindrance_to_others():
+    """A process of its own: what a generator keeps for graphs is made by the first capture."""
+    script = """
+import torch
+from dsv4_compile.runtime.engines.select import engine_for
+engine, out = engine_for("cuda", torch.device("cuda")), torch.zeros(4, device="cuda")
+for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+    with mode():
+        graph = engine.capture(lambda: out.copy_(torch.rand(4, device="cuda")), engine.make_pool(), name="one")
+        for _ in range(2):
+            before = out.clone()
+            graph.replay()
+            assert not torch.equal(out, before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +30,10 @@ class Allocators:
         active: captures that have begun and not ended.
         workspaces: of cuBLAS, by stream.
         generators_capture: whether generators refuse to draw outside of a capture (before torch 2.13).
+        modes: whether inference mode was on when a capture began, or a generator was registered.
+        is_full: whether torch has cached what a capture needs.
+        is_cache_locked: whether emptying the cache gives nothing back.
+        emptied: how often the cache was emptied.
     """
 
     def __init__(self, *, ends_invalid: bool, reset_undoes: bool) -> None:
@@ -39,6 +46,19 @@ class Allocators:
         self.active = 0
         self.workspaces: set[Stream] = set()
         self.generators_capture = False
+        self.modes: set[bool] = set()
+        self.is_full = False
+        self.is_cache_locked = False
+        self.emptied = 0
+
+    def empty_cache(self) -> None:
+        assert not self.active, "torch gives nothing back while anything is captured"
+        self.emptied += 1
+        self.is_full = self.is_full and self.is_cache_locked
+
+    def allocate(self) -> None:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
     def begin(self, handle: Any) -> None:
         if handle in self.device | self.pinned:
@@ -84,6 +104,7 @@ class Graph:
 
     allocators: Allocators
     fails_to_begin = False
+    fails_to_end = 0
 
     def __init__(self) -> None:
         self._is_captured = False
@@ -91,6 +112,7 @@ class Graph:
         self._stream = Stream.current
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.allocators.modes.add(torch.is_inference_mode_enabled())
         self.allocators.begin(pool)
         self._handle, self._stream = pool, Stream.current
         Stream.capturing.add(self._stream)
@@ -112,7 +134,13 @@ class Graph:
             self.allocators.end(self._handle)
         if is_invalid:
             raise RuntimeError("operation failed due to a previous error during capture")
+        if self.fails_to_end:
+            type(self).fails_to_end -= 1
+            raise RuntimeError("CUDA error: out of memory")
         self._is_captured, self.allocators.generators_capture = True, False
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.allocators.modes.add(torch.is_inference_mode_enabled())
 
     def replay(self) -> None:
         assert self._is_captured
@@ -163,6 +191,10 @@ def allocators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         "current_blas_handle": blas_handle,
         "graph_pool_handle": lambda: (0, next(handles)),
         "stream": on_stream,
+        "device": lambda device: nullcontext(),
+        "MemPool": object,
+        "use_mem_pool": lambda pool, device: nullcontext(),
+        "empty_cache": made.empty_cache,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
@@ -284,6 +316,186 @@ def test_blas_is_ready_on_every_stream_before_a_capture(allocators: Allocators) 
     engine = CudaEngine(torch.device("cuda"))
     engine.capture(lambda: None, engine.make_pool(), name="one", streams=3)
     assert len(allocators.workspaces) == 4
+
+
+def test_a_capture_begins_outside_of_inference_mode(allocators: Allocators) -> None:
+    """What a generator keeps for graphs is made then, and a later capture or replay writes it in any mode."""
+    engine = CudaEngine(torch.device("cuda"))
+    engine.generators.append(torch.Generator())
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        seen: list[bool] = []
+        with mode():
+            engine.capture(lambda: seen.append(torch.is_inference_mode_enabled()), engine.make_pool(), name="one")  # noqa: B023
+            assert seen == [torch.is_inference_mode_enabled()]  # what is recorded runs in the caller's mode
+    assert allocators.modes == {False}
+
+
+def test_a_generator_is_freed_outside_of_inference_mode(allocators: Allocators) -> None:
+    engine = CudaEngine(torch.device("cuda"))
+
+    def read_back() -> None:
+        allocators.is_invalid = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with torch.inference_mode(), pytest.raises(CaptureError, match="not permitted"):
+        engine.capture(read_back, engine.make_pool(), name="refused")
+    assert allocators.modes == {False}
+
+
+# a replay, and streams
+
+
+def test_a_replay_is_the_launch_and_nothing_of_python(allocators: Allocators, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own method of that name asks for a debugging aid first."""
+
+    class WithAid(Graph):
+        def replay(self) -> None:
+            raise AssertionError("on the way to the launch")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", WithAid)
+    engine = CudaEngine(torch.device("cuda"))
+    graph = engine.capture(lambda: None, engine.make_pool(), name="one")
+    before = graph.replay
+    graph.replay()
+    graph.release()
+    for replay in (before, graph.replay):
+        with pytest.raises(CaptureError, match="one was replayed after its release"):
+            replay()
+
+
+class Driver:
+    """Of `cuda.bindings`."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __init__(self, status: int) -> None:
+        self.made: list[int] = []
+        self._status = status
+
+    def cuStreamCreate(self, flags: int) -> tuple[int, int]:  # noqa: N802
+        assert flags == 1, "the legacy default stream would wait for it"
+        self.made.append(1024 + 16 * len(self.made))
+        return self._status, self.made[-1]
+
+
+@pytest.mark.parametrize(("status", "hip"), [(0, None), (2, None), (0, "6.4")], ids=["made", "refused", "ROCm"])
+def test_streams_are_made_past_torch_where_that_can_be(
+    status: int, hip: str | None, allocators: Allocators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class External(Stream):
+        def __init__(self, address: int, device: Any) -> None:
+            self.address = address
+
+    driver = Driver(status)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", External)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    for package in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    engine = CudaEngine(torch.device("cuda"))
+    engine.capture(lambda: None, engine.make_pool(), name="one", streams=3)
+    streams = [engine._origin, engine._stream, *engine._side_streams._streams]
+    if status == 0 and hip is None:
+        assert [stream.address for stream in streams] == driver.made  # type: ignore[attr-defined]
+    else:
+        assert {type(stream) for stream in streams} == {Stream}
+    assert len(driver.made) == (0 if hip else 5)
+
+
+# no memory left
+
+
+def allocating(allocators: Allocators, calls: list[int]) -> None:
+    calls.append(allocators.active)
+    allocators.allocate()
+
+
+def test_a_capture_that_runs_out_of_memory_is_made_again_without_the_cache(
+    allocators: Allocators, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, calls = CudaEngine(torch.device("cuda")), []
+    pool = engine.make_pool()
+    engine.capture(partial(allocating, allocators, calls), pool, name="first")
+    allocators.is_full = True
+    graph = engine.capture(partial(allocating, allocators, calls), pool, name="piece_3 of graph 0")
+    graph.replay()
+    assert (calls, allocators.emptied) == ([1, 1, 1], 1)
+    assert (allocators.device, allocators.active) == (set(), 0)
+    assert [record.message for record in caplog.records] == [
+        "no memory for piece_3 of graph 0: it is tried once more, with torch's cache emptied"
+    ]
+
+
+def test_a_capture_that_runs_out_of_memory_twice_fails(allocators: Allocators) -> None:
+    engine, calls = CudaEngine(torch.device("cuda")), []
+    pool = engine.make_pool()
+    allocators.is_full = allocators.is_cache_locked = True
+    for emptied in (1, 2):
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2\.00 MiB"):
+            engine.capture(partial(allocating, allocators, calls), pool, name="one")
+        assert allocators.emptied == emptied
+    assert (allocators.device, allocators.active, +allocators.uses) == (set(), 0, Counter())
+    allocators.is_full = False
+    engine.capture(partial(allocating, allocators, calls), pool, name="one").replay()
+    assert (calls, allocators.emptied) == ([1] * 5, 2)
+
+
+def test_memory_that_a_failed_capture_held_is_free_when_it_is_made_again(allocators: Allocators) -> None:
+    """An error keeps the frames it came through alive, and what they refer to."""
+    engine, alive = CudaEngine(torch.device("cuda")), []
+
+    class Temporary:
+        pass
+
+    def run() -> None:
+        temporary = Temporary()
+        assert all(reference() is None for reference in alive)
+        alive.append(weakref.ref(temporary))
+        allocators.allocate()
+
+    allocators.is_full = True
+    engine.capture(run, engine.make_pool(), name="one")
+    assert len(alive) == 2
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_graph_that_cuda_has_no_memory_for_is_made_again(
+    times: int, allocators: Allocators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA makes it at the end of the capture, and says so in words of its own."""
+    engine = CudaEngine(torch.device("cuda"))
+    pool = engine.make_pool()
+    monkeypatch.setattr(Graph, "fails_to_end", times)
+    if times == 1:
+        engine.capture(lambda: None, pool, name="one").replay()
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.capture(lambda: None, pool, name="one")
+    assert (allocators.emptied, allocators.device, allocators.active) == (1, set(), 0)
+
+
+def test_another_error_is_no_reason_to_capture_again(allocators: Allocators) -> None:
+    engine, calls = CudaEngine(torch.device("cuda")), []
+
+    def fail() -> None:
+        calls.append(1)
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        engine.capture(fail, engine.make_pool(), name="one")
+    assert (calls, allocators.emptied) == ([1], 0)
+
+
+def test_a_workspace_that_cublas_has_no_memory_for_is_tried_again(
+    allocators: Allocators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made in a pool, which torch gives nothing of what it has cached elsewhere."""
+    engine = CudaEngine(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", allocators.allocate)
+    for call in (engine.warm_up, partial(engine.capture, pool=engine.make_pool(), name="one")):
+        allocators.is_full = True
+        call(lambda: None)
+    assert allocators.emptied == 2
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -35,6 +35,11 @@ Check = Literal["addresses", "full", "off"]
 Pool = Literal["shared", "bucket"]
 
 
+# Device type -> side streams that a device of it has gained from (docs/hardware.md): none has measured it yet. They are
+# no free gain: each cuts what a piece compiler could fuse, and has scratch of cuBLAS of its own.
+MEASURED_STREAMS: Mapping[str, int] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The options of one compilation, as the user gave them (design: "runner", "region", ... in README.md)."""
@@ -99,10 +104,8 @@ class Config:
         return "inductor" if device == "cuda" else "eager"
 
     def resolved_aux_streams(self, device: str) -> int:
-        """How many side streams a piece may use on a device type: "auto" is 3 on CUDA, and none on ROCm or the host."""
-        if self.aux_streams != "auto":
-            return self.aux_streams
-        return 3 if device == "cuda" and not torch.version.hip else 0
+        """How many side streams a piece may use on a device type: "auto" is none where no gain has been measured."""
+        return MEASURED_STREAMS.get(device, 0) if self.aux_streams == "auto" else self.aux_streams
 
     @property
     def token_bound(self) -> int | None:

@@ -11,7 +11,7 @@ from stages import stages_of
 from torch import Tensor
 from toy_ops import SPLIT
 
-from dsv4_compile import register_op
+from dsv4_compile import config, register_op
 from dsv4_compile.analysis.cost_model import BYTES, KERNEL, SMALL_KERNEL, cost_of
 from dsv4_compile.config import Config
 from dsv4_compile.errors import ArgumentError, OptionError
@@ -21,13 +21,19 @@ from dsv4_compile.ops.registry import snapshot
 toy = torch.ops.toy
 
 
-@pytest.mark.parametrize(("hip", "device", "streams"), [(None, "cuda", 3), ("6.4", "cuda", 0), (None, "cpu", 0)])
-def test_auto_is_three_on_cuda_and_none_elsewhere(
-    hip: str | None, device: str, streams: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hip", [None, "6.4"])
+@pytest.mark.parametrize("device", ["cuda", "cpu", "xpu"])
+def test_auto_is_none_where_no_device_has_measured_a_gain(
+    hip: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch for ROCm calls its devices "cuda" too."""
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert Config().resolved_aux_streams(device) == streams
+    assert Config().resolved_aux_streams(device) == 0
+    assert Config.from_options({"aux_streams": "auto"}).resolved_aux_streams(device) == 0
+
+
+def test_auto_is_what_a_device_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "MEASURED_STREAMS", {"cuda": 2})
+    assert [Config().resolved_aux_streams(device) for device in ("cuda", "cpu")] == [2, 0]
 
 
 @pytest.mark.parametrize("hip", [None, "6.4"])

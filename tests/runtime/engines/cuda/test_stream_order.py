@@ -22,6 +22,7 @@ from benchmarks.region import one_step
 from benchmarks.toy import SPLIT_OP, Toy
 from dsv4_compile import counters
 from dsv4_compile.backend import dsv4_piecewise
+from dsv4_compile.runtime import captured
 from dsv4_compile.runtime.engines.base import allocate_poisoned
 from dsv4_compile.runtime.engines.cuda import engine as cuda_engine
 from dsv4_compile.runtime.engines.cuda import streams as cuda_streams
@@ -37,6 +38,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     with torch.no_grad():
         yield install(monkeypatch)
     torch._dynamo.reset()
+    captured._live.clear()  # a later reset would ask torch itself for their pools
 
 
 def compiled(model: Any, **options: Any) -> Any:

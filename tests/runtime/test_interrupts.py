@@ -83,8 +83,10 @@ def drawn(places: list[str], most: int, seed: object) -> list[int]:
     return sorted({*ends, *others})
 
 
-def check_phase(trial: Trial, phase: str, events: str, error: type[BaseException], most: int | None) -> None:
-    """Interrupt a call of one phase at its places, and look at what is left each time."""
+def check_phase(
+    trial: Trial, phase: str, events: str, error: type[BaseException], choose: Callable[[list[str]], list[int]]
+) -> None:
+    """Interrupt a call of one phase at the chosen ones of its places, and look at what is left each time."""
     prepare, _ = PHASES[phase]
 
     def begin() -> None:
@@ -95,8 +97,7 @@ def check_phase(trial: Trial, phase: str, events: str, error: type[BaseException
         begin()
         with torch.no_grad():
             places = places_of(lambda: trial.compiled(rows(5)), **EVENTS[events])
-    chosen = range(len(places)) if most is None else drawn(places, most, (phase, events, error))
-    for at in chosen:
+    for at in choose(places):
         begin()
         with torch.no_grad():
             before, x = state_of_thread(), rows(5)
@@ -116,7 +117,22 @@ def check_phase(trial: Trial, phase: str, events: str, error: type[BaseException
 @pytest.mark.parametrize("options", [{}, UNUSUAL], ids=["defaults", "unusual"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_call_after_an_interrupted_one_is_right(phase: str, options: dict[str, Any], events: str) -> None:
-    check_phase(Trial(**options), phase, events, KeyboardInterrupt, SAMPLES[phase])
+    seed = (phase, events, KeyboardInterrupt)
+    check_phase(Trial(**options), phase, events, KeyboardInterrupt, lambda places: drawn(places, SAMPLES[phase], seed))
+
+
+@pytest.mark.parametrize("events", ["lines", pytest.param("bytecodes", marks=pytest.mark.exhaustive)])
+def test_each_place_of_what_surrounds_a_capture(events: str) -> None:
+    """What is paused for a capture goes on after it."""
+    around = ("recording", "_paused_gc", "_no_autocast_cache")
+
+    def choose(places: list[str]) -> list[int]:
+        inside = [at for at, place in enumerate(places) if place.split()[1].split(":")[0] in around]
+        once = {places[at]: at for at in reversed(inside)} if events == "lines" else dict(enumerate(inside))
+        assert len(once) > 20
+        return sorted(once.values())
+
+    check_phase(Trial(), "capture", events, KeyboardInterrupt, choose)
 
 
 @pytest.mark.exhaustive
@@ -128,13 +144,15 @@ def test_call_after_one_interrupted_at_many_places_is_right(
     phase: str, options: dict[str, Any], events: str, request: pytest.FixtureRequest
 ) -> None:
     """At as many as `--places` says: 100000 are all of them, and take hours."""
-    check_phase(Trial(**options), phase, events, KeyboardInterrupt, request.config.getoption("--places"))
+    most, seed = request.config.getoption("--places"), (phase, events, KeyboardInterrupt)
+    check_phase(Trial(**options), phase, events, KeyboardInterrupt, lambda places: drawn(places, most, seed))
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_error_that_a_signal_handler_raises(phase: str) -> None:
     """Careless code takes it for a refusal of torch's: `except RuntimeError`."""
-    check_phase(Trial(), phase, "calls", HandlerError, SAMPLES[phase])
+    seed = (phase, "calls", HandlerError)
+    check_phase(Trial(), phase, "calls", HandlerError, lambda places: drawn(places, SAMPLES[phase], seed))
 
 
 @pytest.fixture(autouse=True)

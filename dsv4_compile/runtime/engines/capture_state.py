@@ -71,6 +71,7 @@ class _Recorded(threading.local):
     name: str | None = None
     recorder: OpaqueRecorder | None = None
     streams: Streams | None = None
+    paused_gc: bool = False  # by this thread, which has to let it go on
 
 
 _recorded = _Recorded()
@@ -153,6 +154,9 @@ class _ThreadState:
 
     def restore(self) -> None:
         self.torch.restore()
+        if _recorded.paused_gc and not self.recorded.get("paused_gc"):
+            with _capture_lock:  # of the whole process: another thread may be capturing by now
+                gc.enable()
         if vars(_recorded) != self.recorded:
             vars(_recorded).clear()
             vars(_recorded).update(self.recorded)
@@ -225,13 +229,16 @@ def no_capture_elsewhere() -> Iterator[None]:
 
 @contextmanager
 def _paused_gc() -> Iterator[None]:
-    was_enabled = gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
+    _recorded.paused_gc = True
     try:
         gc.disable()
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
+        _recorded.paused_gc = False
 
 
 @contextmanager

@@ -142,24 +142,24 @@ class CapturedCallable:
         try:
             try:
                 if self._serving.setdefault("call", this) is this:
-                    return self._serve_in_order(args)
+                    return self._serve_in_order(this, args)
             finally:
                 self._end(this)
         finally:
             self._end(this)  # once more: an interrupt may have come in between
         return self._serve_uncaptured(args)
 
-    def _serve_in_order(self, args: tuple[Value, ...]) -> Value:
-        if not self._engine.follow():
+    def _serve_in_order(self, this: object, args: tuple[Value, ...]) -> Value:
+        if not self._engine.follow(this):
             return self._serve_unordered(args)
-        try:
-            return restoring(self._serve, args) if self._switches_modes else self._serve(args)
-        finally:
-            self._engine.leave()
+        return restoring(self._serve, args) if self._switches_modes else self._serve(args)
 
     def _end(self, call: object) -> None:
-        if self._serving.get("call") is call:
-            del self._serving["call"]
+        try:
+            self._engine.leave(call)
+        finally:
+            if self._serving.get("call") is call:
+                del self._serving["call"]
 
     def _serve(self, args: tuple[Value, ...]) -> Value:
         key = self._keys.read(args)
@@ -195,12 +195,16 @@ class CapturedCallable:
         warm = self._warm.get(bucket)
         if warm is not None and warm.mistrust is not None:
             return self._traced_call.run(args, warm.mistrust)
-        if not self._engine.follow(alone=True):
-            return self._serve_unordered(args)
+        this = object()
         try:
-            return self._warm_up(bucket, args, sizes) if warm is None else self._build(key, args, sizes, warm)
+            try:
+                if not self._engine.follow(this, alone=True):
+                    return self._serve_unordered(args)
+                return self._warm_up(bucket, args, sizes) if warm is None else self._build(key, args, sizes, warm)
+            finally:
+                self._engine.leave(this)
         finally:
-            self._engine.leave()
+            self._engine.leave(this)  # once more: see `_serve_alone`
 
     def _warm_up(self, bucket: Bucket, args: tuple[Value, ...], sizes: Sizes) -> Value:
         warm = WarmPieces()

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dsv4_compile import counters
 from dsv4_compile.log import log
+from dsv4_compile.runtime.engines.host.engine import HostEngine
 
 fresh = torch.ops.toy.fresh
 every_option = pytest.mark.parametrize("options", [HOST, OFF, MINIMAL, {"aux_streams": 2}], ids=str)
@@ -169,3 +170,28 @@ def test_modules_keep_their_captures() -> None:
                 copy.deepcopy(model).to(memory_format=last),
                 lambda call, last=last: (torch.randn(2, 2, 6, 6).to(memory_format=last),),
             )
+
+
+def test_a_layout_that_shows_only_while_a_bucket_is_built(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the slot that an argument is copied to, whose alignment is not that of the warm-up."""
+    now, warm_up = [0], HostEngine.warm_up
+
+    def found_later(self: HostEngine, run: Callable[[], object], *, streams: int = 0) -> str | None:
+        """No kernel of torch's is known to look at the alignment; a product stands for one that does."""
+        warm_up(self, run, streams=streams)
+        return "aten::mul.Tensor" if now[0] > 0 else None
+
+    def make(call: int) -> tuple[Tensor, ...]:
+        now[0] = call
+        return (torch.randn(13)[1:],)
+
+    def f(x: Tensor) -> Any:
+        return fresh(x * 2) * 3, x * 4
+
+    monkeypatch.setattr(HostEngine, "warm_up", found_later)
+    with counters.expect(captures=0, replays=0, uncaptured_calls=4, traced_graph_calls=2):
+        assert_alike(f, make)
+    (record,) = [record for record in caplog.records if "traced graph" in record.message]
+    assert "aten::mul.Tensor gives another layout than its meta kernel says" in record.message

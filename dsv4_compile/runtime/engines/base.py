@@ -20,10 +20,10 @@ one engine share beyond that is the engine's: a call that is going to replay, wa
 goes on only if that returns True, and ends with `leave`.
 
     with the lock of its arena and pool held:
-        if engine.follow():
-            try: replay, eager op, replay, ...
-            finally: engine.leave()
-        else: run uncaptured, in memory of its own
+        try:
+            if engine.follow(call): replay, eager op, replay, ...
+            else: run uncaptured, in memory of its own
+        finally: engine.leave(call)
 """
 
 from __future__ import annotations
@@ -71,21 +71,25 @@ class Engine(Protocol):
     name: str
     replays_in_captures: bool
 
-    def follow(self, *, alone: bool = False) -> bool:
+    def follow(self, call: object, *, alone: bool = False) -> bool:
         """Order what the caller does next after all work of calls before, on whichever streams that is.
 
         A call inside of another one, in the same thread, follows too.
 
         Args:
+            call: stands for the call, until `leave`; hashed by identity.
             alone: the call warms up or captures: no other thread's call may go on meanwhile.
 
         Returns:
             False where that cannot be had: another thread's call goes on. Then the caller may use nothing that
-            captured graphs use, and `leave` is not called. Always True on the host, where work is done in order.
+            captured graphs use. Always True on the host, where work is done in order.
         """
 
-    def leave(self) -> None:
-        """The end of a call that `follow` let go on, in the same thread."""
+    def leave(self, call: object) -> None:
+        """The end of a call that `follow` let go on, in the same thread; nothing for one that it did not.
+
+        May be called twice for a call: an interrupt may come at any place of the first time.
+        """
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Memory that outlives captures: see `allocate_poisoned`."""

@@ -42,37 +42,57 @@ class CallOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
-        self._calls: list[_Call] = []
+        self._lock = threading.RLock()  # not for holding it twice, but since it says whether this thread holds it
+        self._calls: dict[object, _Call] = {}  # in order of their begin
         self._number: int | None = None
         self._stream: torch.cuda.Stream | None = None
         self._may_go = False  # that stream
         self._end: torch.cuda.Event | None = None  # of the last call, if its stream may be destroyed
 
-    def follow(self, *, alone: bool) -> bool:
+    def follow(self, call: object, *, alone: bool) -> bool:
         """See `Engine.follow`."""
+        try:
+            return self._follow(call, alone)
+        finally:
+            self._let_go()
+
+    def _follow(self, call: object, alone: bool) -> bool:
         number, thread = current_stream_number(self._device.index), threading.get_ident()
         with self._lock:
-            for call in self._calls:
-                if call.thread != thread and (alone or call.alone or call.number != number):
+            for other in self._calls.values():
+                if other.thread != thread and (alone or other.alone or other.number != number):
                     return False
             if number != self._number and not self._wait_on(torch.cuda.current_stream(self._device), number):
                 return False
             assert self._stream is not None, "that of this call"
-            self._calls.append(_Call(thread, number, self._stream, alone))
+            self._calls[call] = _Call(thread, number, self._stream, alone)
         return True
 
-    def leave(self) -> None:
+    def leave(self, call: object) -> None:
         """See `Engine.leave`."""
+        try:
+            self._leave(call)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """An interrupt may come while a block that holds the lock is left."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
+
+    def _leave(self, call: object) -> None:
+        """The call goes last, so that one that is interrupted here can leave again."""
         thread = threading.get_ident()
         with self._lock:
-            mine = [call for call in self._calls if call.thread == thread]
-            self._calls.remove(mine[-1])
+            if call not in self._calls:
+                return
             if self._may_go and self._stream is not None:
                 self._end = self._stream.record_event()
-            if len(mine) > 1 and mine[-2].number != self._number:
+            outer = [other for key, other in self._calls.items() if other.thread == thread and key is not call]
+            if outer and outer[-1].number != self._number:
                 # a call inside of a call, on another stream: the outer one goes on after it
-                self._wait_on(mine[-2].stream, mine[-2].number)
+                self._wait_on(outer[-1].stream, outer[-1].number)
+            del self._calls[call]
 
     def _wait_on(self, stream: torch.cuda.Stream, number: int) -> bool:
         """Have a stream wait for the last call; False if it cannot."""

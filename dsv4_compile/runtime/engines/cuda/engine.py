@@ -81,13 +81,13 @@ class CudaEngine:
         self._order = CallOrder(self._device)
         self._invalid: list[torch.cuda.CUDAGraph] = []
 
-    def follow(self, *, alone: bool = False) -> bool:
+    def follow(self, call: object, *, alone: bool = False) -> bool:
         """See `Engine.follow`."""
-        return self._order.follow(alone=alone)
+        return self._order.follow(call, alone=alone)
 
-    def leave(self) -> None:
+    def leave(self, call: object) -> None:
         """See `Engine.leave`."""
-        self._order.leave()
+        self._order.leave(call)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Engine.allocate`."""

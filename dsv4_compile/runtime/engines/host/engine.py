@@ -74,11 +74,11 @@ class HostEngine:
     def __init__(self) -> None:
         self._meta_cache = MetaCache()
 
-    def follow(self, *, alone: bool = False) -> bool:
+    def follow(self, call: object, *, alone: bool = False) -> bool:
         """See `Engine.follow`; what a thread does is done when it does the next thing."""
         return True
 
-    def leave(self) -> None:
+    def leave(self, call: object) -> None:
         """See `Engine.leave`."""
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:

@@ -170,7 +170,7 @@ def workspaces_that_are_cleared(cuda: FakeCuda) -> None:
 # mechanisms, and how to do without
 
 
-def _follow_without_waiting(self: CallOrder, *, alone: bool) -> bool:
+def _follow_without_waiting(self: CallOrder, call: object, *, alone: bool) -> bool:
     return True
 
 
@@ -180,7 +180,7 @@ def _allocate_where_the_caller_is(self: CudaEngine, nbytes: int, device: torch.d
 
 MUTATIONS: dict[str, tuple[object, str, object]] = {
     "order of calls": (CallOrder, "follow", _follow_without_waiting),
-    "return to the outer call": (CallOrder, "leave", lambda self: self._calls.pop()),
+    "return to the outer call": (CallOrder, "leave", lambda self, call: self._calls.pop(call, None)),
     "recorded results": (cuda_engine, "record_use", lambda tensor, stream: None),
     "arenas on a stream of ours": (CudaEngine, "allocate", _allocate_where_the_caller_is),
     "workspaces in a pool": (torch.cuda, "use_mem_pool", lambda pool, device: contextmanager(lambda: iter([None]))()),
@@ -213,7 +213,7 @@ def calling(op: str, function: Callable[[], object]) -> Iterator[None]:
 
 def test_calls_on_one_stream_need_nothing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallOrder, "follow", _follow_without_waiting)
-    monkeypatch.setattr(CallOrder, "leave", lambda self: None)
+    monkeypatch.setattr(CallOrder, "leave", lambda self, call: None)
     model, x = compiled(Toy(2)), torch.ones(4, 4)
     with counters.expect(captures=1, replays=4):
         for _ in range(5):
@@ -239,7 +239,7 @@ def test_without_its_mechanism_it_is_found(
         owner, attribute, without = MUTATIONS[name]
         monkeypatch.setattr(owner, attribute, without)
         if name == "order of calls":
-            monkeypatch.setattr(CallOrder, "leave", lambda self: None)
+            monkeypatch.setattr(CallOrder, "leave", lambda self, call: None)
     scenario(cuda)
     assert kind in kinds(cuda)
 
@@ -291,8 +291,8 @@ def test_a_thread_on_another_stream_runs_uncaptured_meanwhile(cuda: FakeCuda, ca
 
 
 def test_that_thread_would_race(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallOrder, "follow", lambda self, alone: self._calls.append(None) or True)
-    monkeypatch.setattr(CallOrder, "leave", lambda self: self._calls.pop())
+    monkeypatch.setattr(CallOrder, "follow", lambda self, call, alone: self._calls.setdefault(call, None) is None)
+    monkeypatch.setattr(CallOrder, "leave", lambda self, call: self._calls.pop(call, None))
     model, x = compiled(Toy(2)), torch.ones(4, 4)
     for _ in range(3):
         model(x)

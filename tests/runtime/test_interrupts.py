@@ -45,7 +45,7 @@ def state_of_thread() -> list[Any]:
         gc.isenabled(),
         dsv4_compile.is_capturing(),
         capture_state._capture_lock._is_owned(),  # type: ignore[attr-defined]
-        set(vars(capture_state._recorded).values()) - {None},
+        [value for value in vars(capture_state._recorded).values() if value],
         restore_inputs.is_restoring(),
         dsv4_compile.counters._lock._is_owned(),  # type: ignore[attr-defined]
         _python_dispatch._is_in_torch_dispatch_mode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections import Counter
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo.guards
 from case_helpers import Setup
 
 import dsv4_compile
@@ -17,6 +19,15 @@ from dsv4_compile.ops import registry
 
 # Tensors here are tiny: more threads only wait for each other, and on a busy machine for long.
 torch.set_num_threads(1)
+# Dynamo measures each set of guards that it makes, for a log, and flushes the caches of the processor for that: 26 ms.
+torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Without pytest's handlers on torch's structured trace, which is written in full as soon as it has any."""
+    logging.getLogger("torch.__trace").handlers.clear()
+    return (yield)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

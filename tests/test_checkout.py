@@ -55,7 +55,7 @@ def python(code: str, path: str, tmp_path: Path) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("order", ORDERS)
 def test_importing_it_makes_the_backend_known(order: str, path: str, tmp_path: Path) -> None:
     result = python(f"{ORDERS[order]}\n{USE}", path, tmp_path)

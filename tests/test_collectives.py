@@ -122,6 +122,7 @@ def calls(rank: int = 0) -> list[tuple[torch.Tensor]]:
     return [(torch.arange(4.0) + number + 10 * rank,) for number in range(4)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_one_process(group, program, options):

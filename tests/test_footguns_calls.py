@@ -110,6 +110,7 @@ DEPEND_ON_DATA: tuple[tuple[Callable[..., Any], Callable[[int], tuple[Tensor, ..
 )
 
 
+@pytest.mark.sampled(3)
 @plans
 @pytest.mark.parametrize(("fn", "make"), DEPEND_ON_DATA, ids=[fn.__name__ for fn, _ in DEPEND_ON_DATA])
 def test_data_decides_on_numbers_and_sizes(fn: Callable[..., Any], make: Any, plan: Plan) -> None:

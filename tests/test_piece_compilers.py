@@ -68,6 +68,7 @@ def test_a_model_computes_what_it_does_in_eager(setup: Setup, compiler: str) -> 
     compare(model, eager, compiled, (8, 8, 8, 5, 5, 5, 8))
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_any_grad_mode(compiler: str, mode: Callable[[], Any]) -> None:

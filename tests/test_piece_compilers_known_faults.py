@@ -59,6 +59,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.sampled(3)
 @every_compiler
 @pytest.mark.parametrize("engine", ["off", "host"])
 @pytest.mark.parametrize("draw", DRAWS)

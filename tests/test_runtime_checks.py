@@ -116,7 +116,7 @@ def assert_as_traced(function, **options):
         assert (type(given.value), str(given.value)) == (type(wanted.value), str(wanted.value))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("function", CHECKS)
 @pytest.mark.parametrize("options", PATHS, ids=str)
 def test_a_check_holds_in_every_path(function, options):

@@ -41,6 +41,7 @@ def column(table: Table, name: str) -> list[str]:
     return [row[place] for row in table.rows]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.inductor
 def test_dispatch() -> None:
     (table,) = tables(dispatch.run(QUICK))

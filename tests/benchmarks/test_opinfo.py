@@ -41,7 +41,7 @@ def job_of(name: str, dtype: str) -> Job:
     return next(iter(jobs_of([name], Sweep(dtypes=(dtype,)))))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "dtype"), QUICK)
 def test_a_quick_operator_is_as_in_eager(name: str, dtype: str) -> None:
     job = job_of(name, dtype)

@@ -42,7 +42,7 @@ FORMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @everywhere
 @pytest.mark.parametrize("by_overload", [False, True], ids=["ns::op", "ns::op.overload"])
 @pytest.mark.parametrize("form", FORMS)

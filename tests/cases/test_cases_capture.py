@@ -138,7 +138,7 @@ class Cycle:
         self.tally.add_(1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @everywhere
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("splits", [True, False], ids=["eager", "captured"])

@@ -100,6 +100,7 @@ def test_a_cache_that_cannot_be_made_gets_one_line(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_difference_is_an_exit_code(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

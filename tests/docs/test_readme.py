@@ -87,6 +87,7 @@ def test_the_code_blocks_of_a_page(
         exec(compile(block, page.name, "exec"), names)
 
 
+@pytest.mark.exhaustive
 def test_the_program_that_serves_a_checkpoint_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     program, *others = blocks(COMPLETE, "python")
     names: dict[str, object] = {}
@@ -109,7 +110,7 @@ def test_every_fence_is_a_block_that_the_tests_see(page: Path) -> None:
     assert re.findall(r"```|~~~", FENCE.sub("", text)) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("command", commands_of("python"))
 def test_a_printed_python_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)

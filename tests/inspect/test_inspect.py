@@ -41,6 +41,7 @@ def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=SUPPORT, env=environment, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.exhaustive
 def test_the_backend_is_listed_without_an_import() -> None:
     program = (
         "import torch, sys; print('dsv4_piecewise' in torch._dynamo.list_backends(), 'dsv4_compile' in sys.modules)"
@@ -147,6 +148,7 @@ def test_torch_logs_show_plan_and_stages() -> None:
     assert "def program(args):" in logged
 
 
+@pytest.mark.exhaustive
 def test_the_structured_trace_has_the_plan(tmp_path: Path) -> None:
     run_python(PROGRAM, TORCH_TRACE=str(tmp_path))
     text = "\n".join(path.read_text() for path in tmp_path.iterdir())

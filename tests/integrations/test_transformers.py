@@ -277,6 +277,7 @@ def test_weights_of_two_dtypes_cannot_be_fused() -> None:
 # compilation
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # transformers' own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("runner_type", RUNNERS)
@@ -297,7 +298,7 @@ def test_a_checkpoint_is_served_with_the_default_experts(
     assert counters.replays > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_the_swapped_model_is_one_graph(runner_type: type[ModelRunner], experts: str) -> None:

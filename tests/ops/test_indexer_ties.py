@@ -144,6 +144,7 @@ def selected_in(requests: Requests, steps: Sequence[tuple[list[tuple[int, int, i
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_a_row_does_not_depend_on_the_step_it_is_in(heads: int, seed: int) -> None:

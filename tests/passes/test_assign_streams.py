@@ -148,6 +148,7 @@ wo_b""",
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", ["flash", "pro"])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_released_sizes_give_the_streams_of_the_tiny_ones(size: str, ratio: int) -> None:

@@ -110,7 +110,7 @@ def calls(program) -> list[tuple[Tensor]]:
     return [(torch.randn(n, width),) for n in (5, 5, 5, 6, 6, 5)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_results(program, options):
@@ -192,6 +192,7 @@ def test_the_mask_of_flex_attention(size):
     assert reasons == {"flex_attention": "higher-order op flex_attention decides on the host what it runs"}
 
 
+@pytest.mark.exhaustive
 def test_scans_and_maps():
     from torch._higher_order_ops.associative_scan import associative_scan
     from torch._higher_order_ops.map import map as map_over

@@ -39,6 +39,7 @@ COMPOSITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_a_composite_op_after_a_change_of_metadata(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []

@@ -81,6 +81,7 @@ def under_no_grad(x, w):
     return checkpoint(body, x, use_reentrant=False) + 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "program",
     [called_twice, called_for_two_sizes, checkpointed, nested, with_a_constant, identity, under_no_grad],

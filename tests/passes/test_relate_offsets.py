@@ -96,7 +96,7 @@ def asked_for_its_storage(a: Tensor) -> Any:
     return fresh(a * 2) + a.untyped_storage().size()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @every_option
 @pytest.mark.parametrize(
     "function",

@@ -39,6 +39,7 @@ def stack() -> AttentionStack:
 # one request's logits do not depend on what runs beside it, on chunking, padding, or on which blocks it has
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("buckets", [None, (16, 48)])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from dsv4_compile.runtime.program.cache import ADDRESS_SETS
 LONG_CONTEXT = 4 * CONFIG.index_topk  # above it the indexer selects
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_random_traffic_equals_eager(setup: str) -> None:
     served = Served(setup)
@@ -44,6 +44,7 @@ def test_random_traffic_equals_eager(setup: str) -> None:
     served.compare_caches()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setup", ["v1 wide", "v1 minimal", "v2 narrow"])
 def test_long_contexts_after_captures_with_short_ones(setup: str) -> None:
     """Every bucket is captured while nothing is above the limit of the top-k, then replayed far above it."""

@@ -113,6 +113,7 @@ def check_phase(
         assert dsv4_compile.counters.uncaptured_calls - uncaptured <= 1, interrupts.places[-1]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("events", EVENTS)
 @pytest.mark.parametrize("options", [{}, UNUSUAL], ids=["defaults", "unusual"])
 @pytest.mark.parametrize("phase", PHASES)
@@ -177,6 +178,7 @@ def branches() -> Any:
     return function, compile_host(function, piece_compiler="aot_eager", aux_streams=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_surrounds_a_call_is_as_before(around: str, branches: Any) -> None:
     function, compiled = branches

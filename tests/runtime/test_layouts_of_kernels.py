@@ -74,6 +74,7 @@ PROGRAMS = [
 every_program = pytest.mark.parametrize(("function", "make"), PROGRAMS, ids=lambda value: value.__name__)
 
 
+@pytest.mark.sampled(5)
 @every_option
 @every_program
 def test_layouts_are_those_of_eager(

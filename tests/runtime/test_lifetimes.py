@@ -58,7 +58,7 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 # a reset
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 def test_reset_frees_everything(allocations: Allocations) -> None:
     before = live_bytes()
     model = Model()

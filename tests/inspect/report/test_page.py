@@ -346,6 +346,7 @@ def test_json_and_a_page_at_once_make_no_sense(dump: Path, capsys: pytest.Captur
     assert "argument --output: not allowed with argument --json" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_stops_early_gets_no_traceback(dump: Path) -> None:
     command = f"{sys.executable} -m dsv4_compile report {dump} --json | true"  # gone before the answer comes
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=120)

@@ -141,6 +141,7 @@ def surroundings_of_a_compiler() -> tuple[Any, ...]:
 COMPILED_PARTS = 5  # what is between the custom ops of three pieces, on the streams of the test
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "error", [InjectedError("on purpose"), InjectedInterrupt("on purpose"), OptionError("on purpose")], ids=type
 )

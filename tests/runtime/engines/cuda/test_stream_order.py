@@ -373,6 +373,7 @@ def test_a_stream_of_others_may_be_destroyed_after_a_call(cuda: FakeCuda) -> Non
 # whole pieces
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_pieces_of_attention_on_side_streams_are_ordered(compiler: str, cuda: FakeCuda) -> None:
     stack, _ = stack_with(tiny_config((4, 4, 128, 0)), 8, "cpu")

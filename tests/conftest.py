@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -79,6 +81,21 @@ def mark_all_but_a_sample(items: list[pytest.Item]) -> None:
             if numbers[name] % marker.args[0]:
                 item.add_marker(pytest.mark.exhaustive)
             numbers[name] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
+    """A test marked `own_thread` runs in one: what it leaves in the state of its thread goes with it."""
+    if pyfuncitem.get_closest_marker("own_thread") is not None:
+        test = pyfuncitem.obj
+
+        @functools.wraps(test)
+        def in_thread(**arguments: object) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(test, **arguments).result()
+
+        pyfuncitem.obj = in_thread
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

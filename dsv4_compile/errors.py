@@ -74,11 +74,12 @@ class OutOfBlocksError(RunnerError):
 
 
 class UnsupportedConfigError(Dsv4Error):
-    """A model configuration asks for something this package does not build (for example an fp8 cache)."""
+    """A model configuration asks for something this package does not build (for example another cache format)."""
 
 
 class CacheBindingError(Dsv4Error):
-    """An attention layer has no caches, or is given those of another kind of layer or of fewer layers."""
+    """An attention layer has no caches, or is given those of another kind of layer, of another format
+    or of fewer layers."""
 
 
 class CaptureError(Dsv4Error):
@@ -111,5 +112,7 @@ class StreamRaceError(Dsv4Error):
 
 def did_you_mean(word: object, valid: Sequence[str]) -> str:
     """How to go on after "unknown NAME": the closest valid word as a question, or a full stop."""
-    close = difflib.get_close_matches(word, valid, n=1) if isinstance(word, str) else []
+    close: list[str] = []
+    if isinstance(word, str) and word:
+        close = difflib.get_close_matches(word, valid, n=1) or [name for name in valid if name.startswith(word)]
     return f": did you mean {close[0]!r}?" if close else "."

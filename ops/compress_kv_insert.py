@@ -14,12 +14,15 @@ from torch import Tensor
 from ._library import define_op
 from ._math import rms_normalise, rotate
 from ._paging import locate, read_rows, write_rows
+from .cache_formats import INDEX_FORMATS, KV_FORMATS, check_cache, check_format, insert_entries
 
 SCHEMA = (
     "compress_kv_insert(Tensor kv_score, Tensor ape, Tensor norm_weight, Tensor positions, Tensor cos_sin, "
     "Tensor token_to_req, Tensor state_block_table, Tensor state_slot_mapping, Tensor slot_mapping, int ratio, "
-    "float eps, Tensor(a!) state_cache, Tensor(b!) kv_cache) -> ()"
+    "float eps, Tensor(a!) state_cache, Tensor(b!) kv_cache, str kv_cache_dtype=\"auto\") -> ()"
 )
+
+_FORMATS = tuple(dict.fromkeys((*KV_FORMATS, *INDEX_FORMATS)))
 
 
 def compress_kv_insert(
@@ -36,11 +39,12 @@ def compress_kv_insert(
     eps: float,
     state_cache: Tensor,
     kv_cache: Tensor,
+    kv_cache_dtype: str = "auto",
 ) -> None:
     """Store all states of the step, then pool the blocks that its tokens close.
 
     Args:
-        kv_score: [T, 2 * o * D], kv then score, o = 2 for ratio 4 and 1 otherwise; D is the width of `kv_cache`.
+        kv_score: [T, 2 * o * D], kv then score, o = 2 for ratio 4 and 1 otherwise; D as of `norm_weight`.
         ape: [ratio, o * D], added to the score by position within the block.
         norm_weight: [D].
         positions: [T] int64.
@@ -52,11 +56,18 @@ def compress_kv_insert(
         ratio: tokens of a block.
         eps: added to the mean square.
         state_cache: [num_blocks, block_size, 2 * o * D] fp32, written.
-        kv_cache: [num_blocks, block_size, D], written.
+        kv_cache: [num_blocks, block_size, D], or bytes of a packed format, written.
+        kv_cache_dtype: "auto": rows in the dtype of the cache; or "fp8_ds_mla", or "fp8" or "mxfp4" for keys of the
+            indexer.
 
     Raises:
         TypeError: the state cache is not fp32 (a model cast after its caches were bound casts them too).
+        ArgumentError: a format that there is not.
+        CacheBindingError: the cache is not laid out so.
     """
+    rope_dims = cos_sin.shape[-1]
+    check_format("compress_kv_insert", "kv_cache_dtype", kv_cache_dtype, _FORMATS)
+    check_cache("compress_kv_insert", "kv_cache", kv_cache, kv_cache_dtype, norm_weight.shape[0], rope_dims)
     if state_cache.dtype is not torch.float32:
         raise TypeError(f"compress_kv_insert: state_cache is {state_cache.dtype}; bind caches after casting the model")
     if positions.shape[0] == 0:
@@ -69,7 +80,8 @@ def compress_kv_insert(
     pooled = (torch.softmax(score, dim=1) * kv).sum(dim=1)
     normed = rms_normalise(pooled, eps) * norm_weight.float()
     entries = rotate(normed, cos_sin[positions[rows] // ratio * ratio])
-    write_rows(kv_cache, torch.where(tokens >= 0, slot_mapping[rows], -1), entries)
+    slots = torch.where(tokens >= 0, slot_mapping[rows], -1)
+    insert_entries(kv_cache, slots, entries, kv_cache_dtype, rope_dims)
 
 
 def _save_states(

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ._library import define_op
-from ._paging import locate, read_rows
+from ._paging import locate
+from .cache_formats import KV_FORMATS, check_cache, check_format, gather_entries
 
 SCHEMA = (
     "forward_mqa(Tensor q, Tensor attn_sink, Tensor positions, Tensor token_to_req, Tensor swa_cache, "
     "Tensor swa_block_table, Tensor? kv_cache, Tensor? block_table, Tensor? topk_indices, int window, int ratio, "
-    "float scale, Tensor(a!) out) -> ()"
+    "float scale, Tensor(a!) out, str kv_cache_dtype=\"auto\", int rope_dims=64) -> ()"
 )
 # elements of the gathered keys [tokens, entries, D] at once (256 MB of fp32)
 _GATHER_BUDGET = 1 << 26
@@ -37,6 +38,8 @@ def forward_mqa(
     ratio: int,
     scale: float,
     out: Tensor,
+    kv_cache_dtype: str = "auto",
+    rope_dims: int = 64,
 ) -> None:
     """Sparse attention in fp32.
 
@@ -45,27 +48,39 @@ def forward_mqa(
         attn_sink: [H], a logit that joins the denominator only.
         positions: [T] int64.
         token_to_req: [T] int32, -1 for padding.
-        swa_cache: [num_blocks, block_size, D].
+        swa_cache: [num_blocks, block_size, D], or bytes of a packed format.
         swa_block_table: [B, n] int32, blocks of `swa_cache`.
-        kv_cache: [num_blocks, block_size, D], compressed entries; None if ratio is 0.
+        kv_cache: compressed entries in the same format; None if ratio is 0.
         block_table: [B, n] int32, blocks of `kv_cache`; None if ratio is 0.
         topk_indices: [max_tokens, K] int32, block ids within the request, -1 to skip; None: all completed ones.
         window: tokens of the sliding window, the token itself included.
         ratio: tokens of a compressed block; 0: window only.
         scale: of the logits.
         out: [T, H, D], every row written, padded rows with zero.
+        kv_cache_dtype: of both caches; "auto": rows in the dtype of the cache; or "fp8_ds_mla".
+        rope_dims: the last dims of an entry, which "fp8_ds_mla" keeps in bf16; else not read.
+
+    Raises:
+        ArgumentError: a format that there is not.
+        CacheBindingError: a cache is not laid out so.
     """
+    width = q.shape[2]
+    check_format("forward_mqa", "kv_cache_dtype", kv_cache_dtype, KV_FORMATS)
+    check_cache("forward_mqa", "swa_cache", swa_cache, kv_cache_dtype, width, rope_dims)
+    if kv_cache is not None:
+        check_cache("forward_mqa", "kv_cache", kv_cache, kv_cache_dtype, width, rope_dims)
     live = token_to_req >= 0
     completed = torch.where(live, (positions + 1) // ratio, 0) if ratio else None
     ids = _compressed_ids(topk_indices, completed, q.shape[0])
-    for rows in _token_slices(q.shape[0], q.shape[2] * (window + (0 if ids is None else ids.shape[1]))):
+    for rows in _token_slices(q.shape[0], width * (window + (0 if ids is None else ids.shape[1]))):
         requests = token_to_req[rows].unsqueeze(1)
         recent = positions[rows].unsqueeze(1) + torch.arange(1 - window, 1, device=q.device)
         slots = locate(swa_block_table, requests, recent, swa_cache.shape[1])
-        keys = read_rows(swa_cache, slots)
+        keys = gather_entries(swa_cache, slots, width, kv_cache_dtype, rope_dims)
         if ids is not None and kv_cache is not None and block_table is not None:
             compressed = locate(block_table, requests, ids[rows], kv_cache.shape[1])
-            keys = torch.cat([keys, read_rows(kv_cache, compressed)], dim=1)
+            entries = gather_entries(kv_cache, compressed, width, kv_cache_dtype, rope_dims)
+            keys = torch.cat([keys, entries], dim=1)
             slots = torch.cat([slots, compressed], dim=1)
         attended = _attend(q[rows], keys, slots >= 0, attn_sink, scale)
         out[rows] = torch.where(live[rows, None, None], attended, 0).to(out.dtype)

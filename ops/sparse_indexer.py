@@ -17,11 +17,21 @@ import torch
 from torch import Tensor
 
 from ._library import define_op
-from ._paging import locate, read_rows
+from ._paging import locate
+from .cache_formats import (
+    INDEX_FORMATS,
+    check_cache,
+    check_format,
+    check_queries,
+    gather_entries,
+    query_width,
+    unpack_queries,
+)
 
 SCHEMA = (
     "sparse_indexer(Tensor index_q, Tensor? index_q_scale, Tensor index_weights, Tensor positions, Tensor k_cache, "
-    "Tensor token_to_req, Tensor block_table, int ratio, Tensor(a!) topk_indices) -> ()"
+    "Tensor token_to_req, Tensor block_table, int ratio, Tensor(a!) topk_indices, "
+    "str index_cache_dtype=\"auto\") -> ()"
 )
 # elements of the [tokens, heads, entries] products scored at once (256 MB of fp32)
 _SCORE_BUDGET = 1 << 26
@@ -37,27 +47,34 @@ def sparse_indexer(
     block_table: Tensor,
     ratio: int,
     topk_indices: Tensor,
+    index_cache_dtype: str = "auto",
 ) -> None:
     """Write the top-k completed blocks of each token, by sum over heads of weight * relu(q . k); of equal scores the
     lower block id wins (0.0 and -0.0 are equal), see the note "ties".
 
     Args:
-        index_q: [T, heads, width], rotated.
-        index_q_scale: None; a place for quantised queries.
-        index_weights: [T, heads], scaled.
+        index_q: [T, heads, width], rotated; in a packed format as `indexer_q_rope` writes them.
+        index_q_scale: scales of "mxfp4" queries, None for the other formats.
+        index_weights: [T, heads], scaled; for "fp8" queries by their scale too.
         positions: [T] int64; a token sees the blocks b < (position + 1) // ratio.
-        k_cache: [num_blocks, block_size, width].
+        k_cache: [num_blocks, block_size, width], or bytes of a packed format.
         token_to_req: [T] int32, -1 for padding.
         block_table: [B, n] int32, blocks of `k_cache`; entries of a block of -1 are never selected.
         ratio: tokens of a compressed block.
         topk_indices: [max_tokens, K] int32; rows [0, T) are written: block ids within the request in ascending order,
             then -1. Padded tokens have -1 only.
+        index_cache_dtype: of keys and queries; "auto": rows in the dtype of the cache; or "fp8" or "mxfp4".
 
     Raises:
         RunnerError: more tokens than rows of `topk_indices`.
-        UnsupportedConfigError: quantised queries.
+        ArgumentError: a format that there is not, or queries of another one.
+        CacheBindingError: the cache is not laid out so.
     """
-    _check(index_q, index_q_scale, topk_indices)
+    check_format("sparse_indexer", "index_cache_dtype", index_cache_dtype, INDEX_FORMATS)
+    check_queries("sparse_indexer", "index_q", index_q, index_q_scale, index_cache_dtype)
+    width = query_width(index_q, index_cache_dtype)
+    check_cache("sparse_indexer", "k_cache", k_cache, index_cache_dtype, width)
+    _check_rows(index_q, topk_indices)
     completed = torch.where(token_to_req >= 0, (positions + 1) // ratio, 0)
     selected = topk_indices[: index_q.shape[0]]
     if index_q.shape[0] == 0:
@@ -71,18 +88,16 @@ def sparse_indexer(
             tokens = (token_to_req == request).nonzero().squeeze(1)
             ids = torch.arange(int(completed[tokens].max()), device=k_cache.device)
             slots = locate(block_table, torch.full_like(ids, request), ids, k_cache.shape[1])
-            keys = read_rows(k_cache, slots).float()
+            keys = gather_entries(k_cache, slots, width, index_cache_dtype).float()
             for some in _split_tokens(tokens, index_q.shape[1] * max(keys.shape[0], 1)):
-                scores = _score(index_q[some], index_weights[some], keys)
+                scale = None if index_q_scale is None else index_q_scale[some]
+                queries = unpack_queries(index_q[some], scale, index_cache_dtype)
+                scores = _score(queries, index_weights[some], keys)
                 visible = (ids < completed[some].unsqueeze(1)) & (slots >= 0)
                 selected[some] = _select_best(scores, visible, selected.shape[1])
 
 
-def _check(index_q: Tensor, index_q_scale: Tensor | None, topk_indices: Tensor) -> None:
-    if index_q_scale is not None:
-        from ..errors import UnsupportedConfigError
-
-        raise UnsupportedConfigError("sparse_indexer: quantised queries are not supported; index_q_scale must be None")
+def _check_rows(index_q: Tensor, topk_indices: Tensor) -> None:
     if index_q.shape[0] > topk_indices.shape[0]:
         from ..errors import RunnerError
 
@@ -106,7 +121,7 @@ def _split_tokens(tokens: Tensor, elements_per_token: int) -> Iterator[Tensor]:
 
 
 def _score(index_q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    products = torch.relu(index_q.float() @ keys.T)
+    products = torch.relu(index_q @ keys.T)
     return (weights.float().unsqueeze(1) @ products).squeeze(1)
 
 

@@ -24,7 +24,7 @@ class BoundCaches:
 
     Args:
         module: holds the attention layers.
-        config: sizes of the caches.
+        config: sizes and formats of the caches.
         num_blocks: blocks by group.
         device: where the caches live; None: where the layers are.
 

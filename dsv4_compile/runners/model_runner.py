@@ -62,8 +62,12 @@ class ModelRunner(ABC):
             None, runs unpadded.
         device: where the caches and inputs live; None: where the attention layers are.
         attention: the module that holds the attention layers; needed only if `model` is not a module itself.
+        kv_cache_dtype, index_cache_dtype: formats of the caches, instead of those of `config`; a model that was built for
+            a format takes no other.
 
     Raises:
+        UnsupportedConfigError: no such format.
+        CacheBindingError: the configuration is not that of the model, or the model was built for another format.
         RunnerError: an argument that makes no sense, or no attention layer to bind the caches to.
     """
 
@@ -79,8 +83,11 @@ class ModelRunner(ABC):
         buckets: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         attention: nn.Module | None = None,
+        kv_cache_dtype: str | torch.dtype | None = None,
+        index_cache_dtype: str | torch.dtype | None = None,
     ) -> None:
         self.model = model
+        config = config.with_cache_dtypes(kv_cache_dtype, index_cache_dtype)
         self.limits = RunnerLimits(
             config=config,
             max_num_reqs=max_num_reqs,

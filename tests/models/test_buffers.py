@@ -100,8 +100,10 @@ def test_specs_say_what_is_allocated():
 
 def test_cache_bytes_adds_up():
     config = tiny_config(ratios=(0, 128))
-    # floats of 4 bytes: two windows, one compressed cache of 2 rows a block, one state cache
-    expected = 4 * (2 * 3 * 64 * 20 + 5 * 2 * 20 + 11 * 8 * 40)
+    # floats of 4 bytes: two windows, one compressed cache of 2 rows a block, one state cache; a block is a page of
+    # bytes, of which there are whole 512
+    assert (4 * 64 * 20, 4 * 2 * 20, 4 * 8 * 40) == (10 * 512, 160, 2 * 512 + 256)
+    expected = 2 * 3 * 10 * 512 + 5 * 512 + 11 * 3 * 512
     assert cache_bytes(allocate_caches(config, BLOCKS)) == expected
 
 

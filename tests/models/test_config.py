@@ -107,11 +107,60 @@ def test_the_rope_width_as_a_fraction():
     assert DeepseekV4Config.from_hf(values).qk_rope_head_dim == 64
 
 
-@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8", "mxfp4", "float16"])
-def test_a_cache_dtype_that_is_not_built_is_refused(dtype):
-    message = f"kv_cache_dtype '{dtype}' is not supported; supported are auto, float32, bfloat16"
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kv_cache_dtype", "fp8", "'fp8' is not supported: did you mean 'fp8_ds_mla'?"),
+        ("kv_cache_dtype", "mxfp4", "'mxfp4' is not supported."),
+        ("kv_cache_dtype", "float16", "'float16' is not supported: did you mean 'float32'?"),
+        ("kv_cache_dtype", torch.uint8, "torch.uint8 is not supported."),
+        ("kv_cache_dtype", None, "None is not supported."),
+        ("kv_cache_dtype", ["bf16"], "['bf16'] is not supported."),
+        ("kv_cache_dtype", "", "'' is not supported."),
+        ("index_cache_dtype", "mxpf4", "'mxpf4' is not supported: did you mean 'mxfp4'?"),
+        ("index_cache_dtype", "fp8_ds_mla", "'fp8_ds_mla' is not supported."),
+        ("index_cache_dtype", torch.float8_e4m3fn, "torch.float8_e4m3fn is not supported."),
+    ],
+)
+def test_a_cache_format_that_is_not_built_is_refused(field, value, message):
+    known = {"kv_cache_dtype": "auto, float32, bf16, fp8_ds_mla", "index_cache_dtype": "auto, float32, bf16, fp8, mxfp4"}
+    with pytest.raises(UnsupportedConfigError, match=f"^{re.escape(f'{field} {message} Supported are {known[field]}')}$"):
+        DeepseekV4Config.flash(**{field: value})
+
+
+@pytest.mark.parametrize("word", ["bf16", "bfloat16", torch.bfloat16])
+def test_a_dtype_may_be_a_word_or_one_of_torch(word):
+    config = DeepseekV4Config.flash(kv_cache_dtype=word, index_cache_dtype=torch.float32)
+    assert (config.kv_cache_dtype, config.index_cache_dtype) == ("bf16", "float32")
+    assert config == config.with_cache_dtypes("bf16", None)
+    assert (config.kv_dtype, config.index_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_index_keys_follow_the_kv_cache_unless_that_is_packed():
+    def dtypes(**words):
+        config = DeepseekV4Config.flash(**words)
+        return config.kv_dtype, config.index_dtype
+
+    assert dtypes() == (None, None)
+    assert dtypes(kv_cache_dtype="bf16") == (torch.bfloat16, torch.bfloat16)
+    assert dtypes(kv_cache_dtype="fp8_ds_mla") == (torch.uint8, None)
+    assert dtypes(index_cache_dtype="fp8") == (None, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "fp8_ds_mla", "head_dim": 511}, "'fp8_ds_mla' needs an even head_dim, not 511"),
+        ({"index_cache_dtype": "mxfp4", "index_head_dim": 127}, "'mxfp4' needs an even index_head_dim, not 127"),
+        (
+            {"index_cache_dtype": "fp8", "index_head_dim": 127, "compressed_block_size": 8, "compress_ratios": [4] * 43},
+            "'fp8' needs 2 rows of index_head_dim 127 to be a multiple of 4 bytes",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_packed_are_refused(changes, message):
     with pytest.raises(UnsupportedConfigError, match=message):
-        DeepseekV4Config.flash(kv_cache_dtype=dtype)
+        DeepseekV4Config.flash(**changes)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,13 @@ def run(name, arguments):
 def written(name, arguments):
     """Names and values of the arguments that the schema marks as mutated."""
     schema = op_samples.op(name)._schema
-    return {a.name: arguments[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return {name: arguments[name] for name in names if arguments[name] is not None}
+
+
+def numbers(value):
+    """fp32 of 8-bit floats, with which torch does not calculate."""
+    return value.float() if value.dtype is torch.float8_e4m3fn else value
 
 
 def test_there_is_a_sample_of_every_op():
@@ -29,7 +35,12 @@ def test_there_is_a_sample_of_every_op():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
 def test_opcheck(name, variant, dtype):
-    result = torch.library.opcheck(op_samples.op(name), (), op_samples.sample(name, variant, dtype=dtype))
+    arguments = op_samples.sample(name, variant, dtype=dtype)
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if not any(value.dtype is torch.float8_e4m3fn for value in arguments.values() if isinstance(value, Tensor)):
+        # it compares with `allclose`, which torch does not have for 8-bit floats; what is written has its own test below
+        checks.append("test_schema")
+    result = torch.library.opcheck(op_samples.op(name), (), arguments, test_utils=checks)
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -42,15 +53,15 @@ def test_padded_rows_change_nothing(name, variant):
             assert torch.equal(padded[key], expected)
         else:
             tokens = slice(op_samples.NUM_TOKENS)
-            torch.testing.assert_close(padded[key][tokens], expected[tokens], rtol=0, atol=1e-6)
+            torch.testing.assert_close(numbers(padded[key][tokens]), numbers(expected[tokens]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
 def test_a_step_of_padding_alone_changes_no_cache(name, variant):
     arguments = op_samples.pad(name, op_samples.sample(name, variant), 6)
     before = {}
-    for key in op_samples.PADDED[name]:
-        arguments[key] = arguments[key][op_samples.NUM_TOKENS :]
+    for key, rows in op_samples.token_rows(name, arguments).items():
+        arguments[key] = rows[op_samples.NUM_TOKENS :]
     for key, value in arguments.items():
         before[key] = value.clone() if isinstance(value, Tensor) else value
     run(name, arguments)
@@ -62,8 +73,8 @@ def test_a_step_of_padding_alone_changes_no_cache(name, variant):
 @pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
 def test_no_tokens(name, variant):
     arguments = op_samples.sample(name, variant)
-    for key in op_samples.PADDED[name]:
-        arguments[key] = arguments[key][:0]
+    for key, rows in op_samples.token_rows(name, arguments).items():
+        arguments[key] = rows[:0]
     before = {key: value.clone() for key, value in written(name, arguments).items()}
     run(name, arguments)
     for key, value in written(name, arguments).items():

@@ -5,7 +5,7 @@ import pytest
 import reference
 import torch
 
-from dsv4_compile.errors import RunnerError, UnsupportedConfigError
+from dsv4_compile.errors import ArgumentError, RunnerError
 from dsv4_compile.ops import sparse_indexer
 from dsv4_compile.ops._paging import locate
 
@@ -124,7 +124,16 @@ def test_more_tokens_than_rows_is_an_error():
         run(a)
 
 
-def test_quantised_queries_are_an_error():
-    a = op_samples.sample("sparse_indexer", "scored") | {"index_q_scale": torch.ones(TOKENS, 64)}
-    with pytest.raises(UnsupportedConfigError, match="quantised queries are not supported; index_q_scale must be None"):
-        run(a)
+@pytest.mark.parametrize(
+    ("cache_format", "changes", "message"),
+    [
+        ("auto", {"index_q_scale": torch.ones(TOKENS, 64)}, r"index_q is torch.float32 with scales .* takes .* no scales"),
+        ("fp8", {"index_q": torch.ones(TOKENS, 64, 14)}, "index_q is torch.float32 with no scales; .* 'fp8' takes torch.fl"),
+        ("mxfp4", {"index_q_scale": None}, r"index_q is torch.uint8 with no scales; .* takes torch.uint8 with scales"),
+        ("mxfp4", {"index_q_scale": torch.ones(TOKENS, 64, 1).byte()}, r"with scales torch.uint8 \[14, 64, 4\]$"),
+    ],
+)
+def test_queries_of_another_format_than_the_keys_are_an_error(cache_format, changes, message):
+    variant = "scored" if cache_format == "auto" else f"scored {cache_format}"
+    with pytest.raises(ArgumentError, match=message):
+        run(op_samples.sample("sparse_indexer", variant) | changes)

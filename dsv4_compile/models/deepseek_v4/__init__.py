@@ -7,6 +7,7 @@ from .caches import CacheGroup as CacheGroup
 from .caches import CacheSpec as CacheSpec
 from .caches import LayerCaches as LayerCaches
 from .caches import allocate_caches as allocate_caches
+from .caches import bytes_per_token as bytes_per_token
 from .caches import cache_bytes as cache_bytes
 from .caches import layer_cache_specs as layer_cache_specs
 from .compressor import Compressor as Compressor

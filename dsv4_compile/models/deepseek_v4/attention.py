@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CacheBindingError
+from .cache_checks import why_not_caches_of, with_formats_of
 from .caches import LayerCaches, layer_cache_specs
 from .compressor import Compressor
 from .config import DeepseekV4Config, LayerKind
@@ -62,6 +63,9 @@ class DeepseekV4Attention(nn.Module):
         self.q_lora_rank, self.o_lora_rank = config.q_lora_rank, config.o_lora_rank
         self.window = config.sliding_window
         self.eps = repr(config.rms_norm_eps)  # see the note "float constants" in norm.py
+        self.rope_dims = config.qk_rope_head_dim
+        self.kv_format = config.kv_format  # as of the caches that are bound
+        self._config = config
         self._cache_names = {spec.name for spec in layer_cache_specs(config, self.kind)}
         self._add_parameters(config)
         self.rotary = shared.rotary(self.kind)
@@ -86,28 +90,39 @@ class DeepseekV4Attention(nn.Module):
         """Use these caches from now on, and none of those bound before.
 
         Args:
-            caches: those that `layer_cache_specs` lists for the layer's kind, [num_blocks, rows, width] each.
+            caches: those that `layer_cache_specs` lists for the layer's kind, [num_blocks, rows, width] each. They may
+                be of any format where the configuration says "auto".
 
         Raises:
-            CacheBindingError: they are those of another kind of layer.
+            CacheBindingError: they are those of another kind of layer, or of another format.
         """
-        self.check_caches(caches)
+        config = self.check_caches(caches)
+        self.kv_format = config.kv_format
         self.swa_cache = caches.swa_cache
         self.kv_cache = caches.kv_cache
         if self.compressor is not None and caches.state_cache is not None:
             self.compressor.state_cache = caches.state_cache
         if self.indexer is not None and caches.indexer_k_cache is not None and caches.indexer_state_cache is not None:
             self.indexer.k_cache = caches.indexer_k_cache
+            self.indexer.k_format = config.index_format
             self.indexer.compressor.state_cache = caches.indexer_state_cache
 
-    def check_caches(self, caches: LayerCaches) -> None:
-        """Raise CacheBindingError unless these are the caches of the layer's kind."""
+    def check_caches(self, caches: LayerCaches) -> DeepseekV4Config:
+        """Raise CacheBindingError unless these are the caches of the layer's kind; return the configuration with their
+        formats."""
         given = caches.names()
         if given != self._cache_names:
             raise CacheBindingError(
                 f"attention layer {self.layer_idx} ({self.kind.name}) needs {', '.join(sorted(self._cache_names))}, "
                 f"and is given {', '.join(sorted(given))}: allocate the caches with the configuration of the model"
             )
+        config = with_formats_of(self._config, caches)
+        if (reason := why_not_caches_of(config, self.kind, caches)) is not None:
+            raise CacheBindingError(
+                f"attention layer {self.layer_idx} ({self.kind.name}): {reason}: allocate the caches with the "
+                "configuration of the model"
+            )
+        return config
 
     def forward(self, hidden_states: Tensor, positions: Tensor, step: StepState) -> Tensor:
         """Attend, after writing the caches of this step's tokens.
@@ -156,7 +171,15 @@ class DeepseekV4Attention(nn.Module):
         q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
         rotated = torch.empty_like(q)
         torch.ops.dsv4.qnorm_rope_kv_insert(
-            q, kv, positions, self.rotary.cos_sin, step.swa_slot_mapping, float(self.eps), rotated, self.swa_cache
+            q,
+            kv,
+            positions,
+            self.rotary.cos_sin,
+            step.swa_slot_mapping,
+            float(self.eps),
+            rotated,
+            self.swa_cache,
+            self.kv_format,
         )
         return rotated
 
@@ -169,7 +192,7 @@ class DeepseekV4Attention(nn.Module):
             step: step state.
         """
         if self.compressor is not None:
-            self.compressor(projections.kv_score, positions, step, self.kv_cache)
+            self.compressor(projections.kv_score, positions, step, self.kv_cache, self.kv_format)
 
     def prepare_index(
         self, qr: Tensor, projections: InputProjections, positions: Tensor, step: StepState
@@ -184,7 +207,7 @@ class DeepseekV4Attention(nn.Module):
 
         Returns:
             index_q [T, index_n_heads, index_head_dim], index_q_scale, index_weights fp32 [T, index_n_heads]; which are
-            None depends on the layer kind and dtype only.
+            None depends on the layer kind and the format of the indexer's cache only.
         """
         if self.indexer is None:
             return None, None, None
@@ -207,7 +230,14 @@ class DeepseekV4Attention(nn.Module):
             return None
         topk_indices = self.indexer.topk.indices
         torch.ops.dsv4.sparse_indexer(
-            *index, positions, self.indexer.k_cache, step.token_to_req, step.block_table, self.kind.value, topk_indices
+            *index,
+            positions,
+            self.indexer.k_cache,
+            step.token_to_req,
+            step.block_table,
+            self.kind.value,
+            topk_indices,
+            self.indexer.k_format,
         )
         return topk_indices
 
@@ -228,6 +258,8 @@ class DeepseekV4Attention(nn.Module):
             self.kind.value,
             self.head_dim**-0.5,
             out,
+            self.kv_format,
+            self.rope_dims,
         )
         return out
 

@@ -2,6 +2,10 @@
 
 Caches of one group share block tables and slot mappings, so a runner hands out blocks per group and not per layer.
 They are bound as buffers, so that a compiler takes them for static inputs whose addresses stay.
+
+A block is a page of memory, rounded up as kernels want it: to 576 bytes, a row of data, where keys and values are
+`fp8_ds_mla`, and to 512 otherwise. That holds for every cache of a model, so that pages of different caches can come
+from one allocator. What lies in a page is in `ops/cache_formats.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +17,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ...ops.cache_formats import (
+    FP8_DS_MLA,
+    FP8_DS_MLA_ALIGNMENT,
+    PLAIN,
+    PLAIN_ALIGNMENT,
+    page_bytes,
+    row_bytes,
+)
 from .config import DeepseekV4Config, LayerKind
 
 CacheGroup = Literal["swa", "compressed", "c4_state", "c128_state"]
@@ -20,15 +32,16 @@ CacheGroup = Literal["swa", "compressed", "c4_state", "c128_state"]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """One cache of a layer, of shape [num_blocks, rows, width].
+    """One cache of a layer, of shape [num_blocks, rows, width], contiguous within a block.
 
     Attributes:
         name: field of `LayerCaches`.
         group: caches of a group share block tables; one block covers the same tokens in all of them.
         block_tokens: tokens a block covers.
         rows: rows of a block: `block_tokens` over the compression ratio.
-        width: elements of a row.
-        dtype: None means the cache dtype of the model.
+        width: elements of a row; bytes where it is packed.
+        dtype: None means the dtype of the model.
+        alignment: bytes that the distance between blocks is a multiple of.
     """
 
     name: str
@@ -37,6 +50,11 @@ class CacheSpec:
     rows: int
     width: int
     dtype: torch.dtype | None = None
+    alignment: int = PLAIN_ALIGNMENT
+
+    def page_bytes(self, model_dtype: torch.dtype) -> int:
+        """Bytes from one block to the next, for a model of the given dtype."""
+        return page_bytes(self.rows, self.width * (self.dtype or model_dtype).itemsize, self.alignment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +79,9 @@ def swa_spec(config: DeepseekV4Config) -> CacheSpec:
         group="swa",
         block_tokens=config.swa_block_size,
         rows=config.swa_block_size,
-        width=config.head_dim,
+        width=_kv_width(config),
+        dtype=config.kv_dtype,
+        alignment=_alignment(config),
     )
 
 
@@ -72,7 +92,9 @@ def compressed_spec(config: DeepseekV4Config, kind: LayerKind) -> CacheSpec:
         group="compressed",
         block_tokens=config.compressed_block_size,
         rows=config.compressed_block_size // kind.value,
-        width=config.head_dim,
+        width=_kv_width(config),
+        dtype=config.kv_dtype,
+        alignment=_alignment(config),
     )
 
 
@@ -83,7 +105,9 @@ def indexer_k_spec(config: DeepseekV4Config) -> CacheSpec:
         group="compressed",
         block_tokens=config.compressed_block_size,
         rows=config.compressed_block_size // LayerKind.C4A.value,
-        width=config.index_head_dim,
+        width=_row_width(config.index_format, config.index_head_dim),
+        dtype=config.index_dtype,
+        alignment=_alignment(config),
     )
 
 
@@ -113,6 +137,8 @@ def allocate_caches(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
+    kv_cache_dtype: str | torch.dtype | None = None,
+    index_cache_dtype: str | torch.dtype | None = None,
 ) -> list[LayerCaches]:
     """Allocate zeroed caches for every layer.
 
@@ -121,26 +147,47 @@ def allocate_caches(
         num_blocks: blocks of each group: "swa", "compressed", "c4_state", "c128_state".
         dtype: dtype of the model, for `kv_cache_dtype="auto"`.
         device: device of the caches.
+        kv_cache_dtype, index_cache_dtype: as of the configuration, whose own they replace.
 
     Raises:
         ValueError: a group is missing from `num_blocks` or unknown.
+        UnsupportedConfigError: no such format.
     """
     if set(num_blocks) != set(get_args(CacheGroup)):
         raise ValueError(f"num_blocks has the groups {sorted(num_blocks)}; it needs {sorted(get_args(CacheGroup))}")
-    cache_dtype = config.cache_dtype(dtype)
+    config = config.with_cache_dtypes(kv_cache_dtype, index_cache_dtype)
 
     def allocate(spec: CacheSpec) -> Tensor:
-        shape = (num_blocks[spec.group], spec.rows, spec.width)
-        return torch.zeros(shape, dtype=spec.dtype or cache_dtype, device=device)
+        return _zero_pages(spec, num_blocks[spec.group], dtype, device)
 
     kinds = map(config.kind, range(config.num_hidden_layers))
     return [LayerCaches(**{s.name: allocate(s) for s in layer_cache_specs(config, kind)}) for kind in kinds]
 
 
 def cache_bytes(caches: Sequence[LayerCaches]) -> int:
-    """Bytes of all caches together."""
+    """Bytes of all caches together, whole pages."""
     tensors = (getattr(layer, field.name) for layer in caches for field in fields(layer))
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+
+
+def bytes_per_token(config: DeepseekV4Config, model_dtype: torch.dtype = torch.bfloat16) -> float:
+    """Bytes of all layers that one more token of a long request takes: its share of the pages that are never freed.
+
+    Windows and compressor states are freed behind it, so they take a fixed amount for each request and none here.
+    """
+    specs = [s for i in range(config.num_hidden_layers) for s in layer_cache_specs(config, config.kind(i))]
+    return sum(s.page_bytes(model_dtype) / s.block_tokens for s in specs if s.group == "compressed")
+
+
+def _zero_pages(
+    spec: CacheSpec, num_blocks: int, model_dtype: torch.dtype, device: torch.device | str | None
+) -> Tensor:
+    """[num_blocks, rows, width] over whole pages. No view: a compiler would look at the tensor it is a view of."""
+    dtype = spec.dtype or model_dtype
+    page = spec.page_bytes(model_dtype) // dtype.itemsize
+    pages = torch.zeros(num_blocks, page, dtype=dtype, device=device)
+    cache = torch.empty(0, dtype=dtype, device=device)
+    return cache.set_(pages.untyped_storage(), 0, (num_blocks, spec.rows, spec.width), (page, spec.width, 1))
 
 
 def _state_spec(config: DeepseekV4Config, kind: LayerKind, name: str, width: int) -> CacheSpec:
@@ -152,4 +199,17 @@ def _state_spec(config: DeepseekV4Config, kind: LayerKind, name: str, width: int
         rows=block_tokens,
         width=2 * kind.overlap * width,
         dtype=torch.float32,
+        alignment=_alignment(config),
     )
+
+
+def _kv_width(config: DeepseekV4Config) -> int:
+    return _row_width(config.kv_format, config.head_dim, config.qk_rope_head_dim)
+
+
+def _row_width(cache_format: str, width: int, rope_dims: int = 0) -> int:
+    return width if cache_format == PLAIN else row_bytes(cache_format, width, rope_dims)
+
+
+def _alignment(config: DeepseekV4Config) -> int:
+    return FP8_DS_MLA_ALIGNMENT if config.kv_format == FP8_DS_MLA else PLAIN_ALIGNMENT

@@ -37,14 +37,15 @@ class Compressor(nn.Module):
         self.rotary = rotary
         self.register_buffer("state_cache", None, persistent=False)
 
-    def forward(self, kv_score: Tensor, positions: Tensor, step: StepState, cache: Tensor) -> None:
+    def forward(self, kv_score: Tensor, positions: Tensor, step: StepState, cache: Tensor, cache_format: str) -> None:
         """Keep the states of the step's tokens and write the entries of the blocks they close.
 
         Args:
             kv_score: [T, 2 * o * width], the output of `fused_wkv_wgate`.
             positions: [T] int64.
             step: step state.
-            cache: [num_blocks, rows, width], written.
+            cache: [num_blocks, rows, width], or bytes of a packed format, written.
+            cache_format: "auto" or the packed format.
         """
         if self.kind is LayerKind.C4A:
             state_table, state_slots = step.c4_state_block_table, step.c4_state_slot_mapping
@@ -66,4 +67,5 @@ class Compressor(nn.Module):
             float(self.eps),
             self.state_cache,
             cache,
+            cache_format,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 import torch
 
 from ...errors import UnsupportedConfigError, did_you_mean
+from ...ops.cache_formats import FP8, FP8_DS_MLA, MXFP4, PLAIN
+from .cache_dtypes import INDEX_WORDS, KV_WORDS, packed_format, read_cache_dtype, stored_dtype
 from .checks import Kind, Values, check_kind, check_numbers
 from .rope_parameters import RopeScaling, YarnScaling, read_rope
 
 Fields: TypeAlias = dict[str, Any]  # values for the fields of the configuration, which checks them itself
-
-KV_CACHE_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LayerKind(Enum):
@@ -52,7 +52,10 @@ class DeepseekV4Config:
         rope_scaling, main_rope_scaling: of the compressed layers and of the sliding-window layers; the released models
             scale the first only.
         max_num_batched_tokens: rows of the persistent top-k buffer: the most tokens of one step.
-        kv_cache_dtype: "auto" (the dtype of the model), "float32" or "bfloat16".
+        kv_cache_dtype: of the sliding window and the compressed entries: "auto" (the dtype of the model), "float32",
+            "bf16" ("bfloat16"), a torch dtype of these, or "fp8_ds_mla".
+        index_cache_dtype: of the indexer's keys, and of its queries where it is packed: "auto" (`kv_cache_dtype`, or the
+            dtype of the model if that is packed), "float32", "bf16", a torch dtype, "fp8" or "mxfp4".
         swa_block_size: tokens in a block of the sliding-window cache.
         compressed_block_size: tokens in a block of the compressed caches; it holds that many // ratio rows.
         c4_state_block_size, c128_state_block_size: tokens in a block of the compressor state caches.
@@ -82,7 +85,8 @@ class DeepseekV4Config:
     vocab_size: int
     main_rope_scaling: RopeScaling | None = None
     max_num_batched_tokens: int = 8192
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str | torch.dtype = "auto"
+    index_cache_dtype: str | torch.dtype = "auto"
     swa_block_size: int = 64
     compressed_block_size: int = 256
     c4_state_block_size: int = 4
@@ -95,9 +99,11 @@ class DeepseekV4Config:
                 check_kind(name, scaling, RopeScaling, "a LinearScaling, a YarnScaling or None")
                 check_numbers(scaling)
         object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
-        _check_cache_dtype(self.kv_cache_dtype)
+        for name, words in (("kv_cache_dtype", KV_WORDS), ("index_cache_dtype", INDEX_WORDS)):
+            object.__setattr__(self, name, read_cache_dtype(name, getattr(self, name), words))
         _check_layers(self.compress_ratios, self.num_hidden_layers)
         _check_sizes(self)
+        _check_packing(self)
 
     def kind(self, layer_idx: int) -> LayerKind:
         """The kind of a layer."""
@@ -109,9 +115,41 @@ class DeepseekV4Config:
             return self.rope_theta, self.main_rope_scaling
         return self.compress_rope_theta, self.rope_scaling
 
+    @property
+    def kv_format(self) -> str:
+        """How the ops call the format of the sliding window and the compressed entries: "auto" for plain rows."""
+        return packed_format(self.kv_cache_dtype)
+
+    @property
+    def index_format(self) -> str:
+        """How the ops call the format of the indexer's keys: "auto" for plain rows."""
+        return packed_format(self.index_cache_dtype)
+
     def cache_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the key and value caches of a model of the given dtype."""
-        return KV_CACHE_DTYPES[self.kv_cache_dtype] or model_dtype
+        """The dtype of the key and value caches of a model of the given dtype; uint8 where they are packed."""
+        return self.kv_dtype or model_dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """The dtype of the key and value caches, uint8 where they are packed; None: that of the model."""
+        return stored_dtype(self.kv_cache_dtype)
+
+    @property
+    def index_dtype(self) -> torch.dtype | None:
+        """The dtype of the caches of indexer keys, uint8 where they are packed; None: that of the model."""
+        follows = self.index_cache_dtype == PLAIN and self.kv_format == PLAIN
+        return self.kv_dtype if follows else stored_dtype(self.index_cache_dtype)
+
+    def with_cache_dtypes(
+        self, kv_cache_dtype: str | torch.dtype | None, index_cache_dtype: str | torch.dtype | None
+    ) -> DeepseekV4Config:
+        """The same with other cache formats; None keeps what there is.
+
+        Raises:
+            UnsupportedConfigError: no such format, or one that does not fit the sizes.
+        """
+        given = {"kv_cache_dtype": kv_cache_dtype, "index_cache_dtype": index_cache_dtype}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def state_block_size(self, kind: LayerKind) -> int:
         """Tokens in a block of the compressor state cache of a layer kind."""
@@ -302,13 +340,6 @@ def _read_ratios(values: Values) -> tuple[int, ...]:
     return tuple(rates[layer_type] for layer_type in layer_types)
 
 
-def _check_cache_dtype(kv_cache_dtype: str) -> None:
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise UnsupportedConfigError(
-            f"kv_cache_dtype {kv_cache_dtype!r} is not supported; supported are {', '.join(KV_CACHE_DTYPES)}"
-        )
-
-
 def _check_layers(ratios: tuple[int, ...], num_layers: int) -> None:
     known = [kind.value for kind in LayerKind]
     for layer_idx, ratio in enumerate(ratios):
@@ -334,3 +365,16 @@ def _check_sizes(config: DeepseekV4Config) -> None:
             raise UnsupportedConfigError(
                 f"compressed_block_size {config.compressed_block_size} is not a multiple of the ratio {ratio}"
             )
+
+
+def _check_packing(config: DeepseekV4Config) -> None:
+    """Parts of a page that hold several bytes a number must begin where such a number may lie."""
+    if config.kv_format == FP8_DS_MLA and config.head_dim % 2:
+        raise UnsupportedConfigError(f"kv_cache_dtype {FP8_DS_MLA!r} needs an even head_dim, not {config.head_dim}")
+    rows, width = config.compressed_block_size // LayerKind.C4A.value, config.index_head_dim
+    if config.index_format == MXFP4 and width % 2:
+        raise UnsupportedConfigError(f"index_cache_dtype {MXFP4!r} needs an even index_head_dim, not {width}")
+    if config.index_format == FP8 and rows * width % 4:
+        raise UnsupportedConfigError(
+            f"index_cache_dtype {FP8!r} needs {rows} rows of index_head_dim {width} to be a multiple of 4 bytes"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...ops.cache_formats import empty_queries
 from .compressor import Compressor
 from .config import DeepseekV4Config, LayerKind
 from .shared import SharedBuffers
@@ -30,6 +31,7 @@ class Indexer(nn.Module):
         self.rotary = shared.rotary(LayerKind.C4A)
         self.topk = shared.topk()
         self.compressor = Compressor(config, LayerKind.C4A, self.width, self.rotary)
+        self.k_format = config.index_format  # as of the cache that is bound
         self.register_buffer("k_cache", None, persistent=False)
 
     def forward(
@@ -45,13 +47,22 @@ class Indexer(nn.Module):
             step: step state.
 
         Returns:
-            index_q [T, heads, width], index_q_scale (None: queries are not quantised), index_weights fp32 [T, heads].
+            index_q [T, heads, width] in the format of the keys, index_q_scale (None but for "mxfp4"), index_weights
+            fp32 [T, heads].
         """
         index_q = self.wq_b(qr).view(-1, self.num_heads, self.width)
-        rotated = torch.empty_like(index_q)
+        rotated, scales = empty_queries(index_q, self.k_format)
         scaled = torch.empty_like(weights, dtype=torch.float32)
         torch.ops.dsv4.indexer_q_rope(
-            index_q, weights, positions, self.rotary.cos_sin, self.width**-0.5 * self.num_heads**-0.5, rotated, scaled
+            index_q,
+            weights,
+            positions,
+            self.rotary.cos_sin,
+            self.width**-0.5 * self.num_heads**-0.5,
+            rotated,
+            scaled,
+            scales,
+            self.k_format,
         )
-        self.compressor(kv_score, positions, step, self.k_cache)
-        return rotated, None, scaled
+        self.compressor(kv_score, positions, step, self.k_cache, self.k_format)
+        return rotated, scales, scaled

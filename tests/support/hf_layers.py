@@ -46,7 +46,7 @@ def our_layer(swapped: SwappedModel, hidden: Tensor, chunk: int) -> Tensor:
     return probe.out
 
 
-def hf_layer(model: DeepseekV4ForCausalLM, hidden: Tensor) -> Tensor:
+def hf_layer(model: DeepseekV4ForCausalLM, hidden: Tensor, cache: object = None) -> Tensor:
     """The same of transformers; without a mask of full batch dimension it would drop causality over blocks."""
     attention, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
     p = torch.arange(len(hidden))
@@ -54,5 +54,5 @@ def hf_layer(model: DeepseekV4ForCausalLM, hidden: Tensor) -> Tensor:
     mask = torch.zeros(1, 1, len(p), len(p)).masked_fill(~visible, float("-inf")).to(hidden.dtype)
     embeddings = {kind: rotary(hidden, position_ids=p.unsqueeze(0), layer_type=kind) for kind in ("main", "compress")}
     with torch.no_grad():
-        out = attention(hidden[None], position_embeddings=embeddings, position_ids=p[None], attention_mask=mask)[0]
+        out = attention(hidden[None], embeddings, p[None], mask, cache)[0]  # its last argument has had two names
     return out[0]

@@ -70,12 +70,12 @@ class Paging:
             self.tables[group] = [[blocks.pop() for _ in range(count)] for count in counts]
 
     def caches(self, dtype: torch.dtype = torch.float32, fill: float = float("nan")) -> list[LayerCaches]:
-        """Caches that hold `fill` everywhere."""
+        """Caches that hold `fill` everywhere; packed ones the byte 255, which is NaN wherever there is one."""
         caches = allocate_caches(self.config, self.num_blocks, dtype=dtype)
         for layer in caches:
             for tensor in vars(layer).values():
                 if tensor is not None:
-                    tensor.fill_(fill)
+                    tensor.fill_(255 if tensor.dtype is torch.uint8 else fill)
         return caches
 
     def table(self, group: str) -> Tensor:

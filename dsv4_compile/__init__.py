@@ -8,6 +8,8 @@ from . import ops as ops
 from .compat.backend_name import register_backend_name
 from .counting import Counters as Counters
 from .counting import counters as counters
+from .decode import uniform_decode as uniform_decode
+from .decode import uniform_query_len as uniform_query_len
 from .inspect.explain import explain as explain
 from .ops.registry import register_op as register_op
 from .runtime.capture import capture as capture

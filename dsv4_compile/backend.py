@@ -12,6 +12,7 @@ pieces and regions, one after another    -> callable           runtime/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import fx
 
@@ -68,7 +69,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Value], config: C
     traced_call = TracedCall(graph.traced, example_inputs)
     counters.add(
         graphs_compiled=1,
-        pieces_compiled=len(plan.pieces) - len(graph.duplicates),
+        pieces_compiled=len(plan.pieces) - len(graph.duplicates) + (graph.full is not None),
         pieces_reused=len(graph.duplicates),
         regions=len(plan.regions),
     )
@@ -103,9 +104,12 @@ def make_callable(
     engine = engine_for(config.engine, graph.traced.device)
     show = artifacts.show_program
     again = plan_anew(config, artifacts)
-    return CapturedCallable(
-        graph, pieces, traced_call, config, engine, bound=bound, show_program=show, plan_again=again
-    )
+    make = partial(CapturedCallable, config=config, engine=engine, bound=bound, plan_again=again)
+    if graph.full is None:
+        return make(graph, pieces, traced_call, show_program=show)
+    of_full = Pieces(graph.full, compile_pieces(graph.full, config))
+    full = make(graph.full, of_full, traced_call, show_program=artifacts.show_full_program, is_full=True)
+    return make(graph, pieces, traced_call, show_program=show, full=full)
 
 
 def reset() -> None:

@@ -35,6 +35,9 @@ Check = Literal["addresses", "full", "off"]
 Pool = Literal["shared", "bucket"]
 
 
+Decode = Literal["auto", "full", "piecewise"]
+
+
 # Device type -> side streams that a device of it has gained from (docs/hardware.md): none has measured it yet. They are
 # no free gain: each cuts what a piece compiler could fuse, and has scratch of cuBLAS of its own.
 MEASURED_STREAMS: Mapping[str, int] = {}
@@ -58,6 +61,7 @@ class Config:
     aux_streams: Literal["auto"] | int = "auto"
     aux_stream_max_tokens: int = 1024
     dump_dir: str | None = None
+    decode: Decode = "auto"
 
     @classmethod
     def from_options(cls, options: Mapping[str, object] | None, mode: str | None = None) -> Config:
@@ -219,4 +223,5 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "aux_streams": _aux_streams,
     "aux_stream_max_tokens": _integer(0),
     "dump_dir": _optional(_folder),
+    "decode": _one_of(Decode),
 }

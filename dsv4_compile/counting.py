@@ -19,6 +19,7 @@ _NAMES = (
     "uncompiled_pieces",
     "traced_graph_calls",
     "replans",
+    "full_replays",
 )
 
 
@@ -37,6 +38,7 @@ class Counters:
     | uncompiled_pieces | pieces run or captured uncompiled, since a number is not the one they were compiled with |
     | traced_graph_calls | calls that broke an assumption of the plan, and ran the traced graph itself |
     | replans | graphs planned again, with more nodes eager, since a capture had to be refused |
+    | full_replays | those replays in which the whole step was one graph: calls in a block of `uniform_decode` |
     """
 
     graphs_compiled: int
@@ -51,6 +53,7 @@ class Counters:
     uncompiled_pieces: int
     traced_graph_calls: int
     replans: int
+    full_replays: int
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -49,6 +49,10 @@ class HazardError(Dsv4Error):
     """A captured node would read step state or the step context of a runner that replaces it every step."""
 
 
+class FullGraphError(Dsv4Error):
+    """With `decode="full"`: the whole step cannot be one captured graph, not even in uniform decode."""
+
+
 class AliasingOpError(Dsv4Error):
     """An op returns, or shares storage with, something that its schema promises it does not."""
 
@@ -87,10 +91,12 @@ class CaptureError(Dsv4Error):
 
     Attributes:
         reason: what was refused while something was recorded, as "op does this"; None if nothing was.
+        line: where the user wrote that.
         node: the node of the graph that did it, if that is known.
     """
 
     reason: str | None = None
+    line: str | None = None
     node: object = None
 
 

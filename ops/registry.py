@@ -12,11 +12,12 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..compat.dispatch import all_op_names, schemas_of
 
 Role = Literal["split", "prepare", "capture"]
+Capturable = Literal["never", "decode", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class RegisteredOp:
         reads_context: the op reaches step state through a side channel, out of sight of the graph.
         tokens: the argument whose dim 0 is the token count; None: the first tensor argument.
         cost: how long a call takes beside the estimate for its results and activations: 2 is twice as long.
+        capturable: in which batches a split op launches the same, whatever values on the host are; one answer, or one
+            for each type of device.
     """
 
     name: str
@@ -39,6 +42,11 @@ class RegisteredOp:
     reads_context: bool = False
     tokens: str | None = None
     cost: float = 1.0
+    capturable: Capturable | tuple[tuple[str, Capturable], ...] = "never"
+
+    def capturable_on(self, device_type: str) -> Capturable:
+        """In which batches it may be captured on a type of device."""
+        return self.capturable if isinstance(self.capturable, str) else dict(self.capturable).get(device_type, "never")
 
 
 _lock = threading.Lock()
@@ -53,6 +61,7 @@ def register_op(
     reads_context: bool = False,
     tokens: str | None = None,
     cost: float = 1.0,
+    capturable: Capturable | Mapping[str, Capturable] = "never",
 ) -> None:
     """Give an op a role in later compilations; a second call for the same name replaces the first.
 
@@ -65,11 +74,16 @@ def register_op(
         cost: a hint of how long a call takes beside the estimate, which is one kernel that reads and writes the
             call's activations and results once: 2 is twice as long, 0 next to nothing. It only has a part in which
             branches get a side stream.
+        capturable: of a split op, a promise that its kernels and their launches depend on no value on the host:
+            "never", "decode" for batches of uniform decode, or "always". With it for every split op of a graph, calls
+            in a block of `uniform_decode` replay as one graph. Otherwise, and in all other calls, a split op is eager,
+            also one that is "always" capturable. A dict such as {"cuda": "decode"} promises it for kernels of these
+            device types alone.
 
     Raises:
         UnknownOpError: torch knows no such op, or the op has no such argument.
         ArgumentError: another role, a cost that is not a finite number of at least 0, `reads_context` that is no
-            bool, `step_state` that is no list of names, or `tokens` that names no tensor.
+            bool, `step_state` that is no list of names, `tokens` that names no tensor, or another `capturable`.
     """
     check_op_name(name)
     _refuse(name, "role", role, None if role in get_args(Role) else f"one of {', '.join(get_args(Role))}")
@@ -79,8 +93,9 @@ def register_op(
     _check_arguments(name, step_state if tokens is None else (*step_state, tokens))
     is_tensor = tokens is None or _is_tensor(name, tokens)
     _refuse(name, "tokens", tokens, None if is_tensor else "the name of a tensor argument")
+    kept = _capturable(name, capturable)
     with _lock:
-        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(cost))
+        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(cost), kept)
 
 
 def snapshot() -> Mapping[str, RegisteredOp]:
@@ -130,6 +145,15 @@ def _names(name: str, step_state: object) -> tuple[str, ...]:
     is_list = isinstance(step_state, Sequence) and all(isinstance(argument, str) for argument in step_state)
     _refuse(name, "step_state", step_state, None if is_list else "a list of argument names")
     return tuple(step_state)  # type: ignore[arg-type]
+
+
+def _capturable(name: str, given: object) -> Capturable | tuple[tuple[str, Capturable], ...]:
+    words = get_args(Capturable)
+    by_device: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+    told = [isinstance(device, str) and isinstance(one, str) and one in words for device, one in by_device.items()]
+    must_be = f"one of {', '.join(words)}, or a dict from device types to one of them"
+    _refuse(name, "capturable", given, None if told and all(told) else must_be)
+    return tuple(sorted(by_device.items())) if isinstance(given, Mapping) else by_device[""]
 
 
 def _is_cost(value: object) -> bool:

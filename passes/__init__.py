@@ -23,6 +23,7 @@ from torch import fx
 from ..config import Config
 from ..graph.partitioned import PartitionedGraph
 from ..graph.traced import FakeInputs, SizeValues, TracedGraph
+from .add_full_graph import add_full_graph
 from .assign_streams import assign_streams
 from .check_hazards import check_hazards
 from .check_partition import check_partition
@@ -93,13 +94,14 @@ def region_passes(config: Config) -> tuple[TracedPass, ...]:
 
 def partitioned_passes(config: Config) -> tuple[PartitionedPass, ...]:
     """What runs after the partition, with settings bound, in order."""
-    return (
+    passes: tuple[PartitionedPass, ...] = (
         check_partition,
         find_duplicates,
         partial(assign_streams, config=config),  # after duplicates, which run on the streams of their originals
         plan_workspace,
         partial(cut_subgraphs, config=config),  # after the workspace: what cannot be captured is not compiled either
     )
+    return (*passes, partial(add_full_graph, config=config, passes=passes))  # last: the same for one piece
 
 
 def run_passes(graph: Graph, passes: tuple[Callable[[Graph], Graph], ...], observe: Observer) -> Graph:

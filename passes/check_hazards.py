@@ -29,12 +29,13 @@ def check_hazards(traced: TracedGraph, *, runner: str) -> TracedGraph:
     if runner == "mrv1":
         for node in traced.compute_nodes():
             if node not in traced.eager:
-                for hazard in _hazards(traced, node):
+                for hazard in hazards_of(traced, node):
                     raise HazardError(f"{hazard}, but it would be captured under mrv1, at {where(node)}: {_CURE}")
     return traced
 
 
-def _hazards(traced: TracedGraph, node: fx.Node) -> Iterator[str]:
+def hazards_of(traced: TracedGraph, node: fx.Node) -> Iterator[str]:
+    """What a node reads of that which the old runner replaces."""
     effects = traced.effects[node]
     for access in effects.accesses:
         if access.step_state or traced.storages.get(access.storage) is Provenance.STEP_STATE:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
@@ -23,12 +23,19 @@ from ..graph.partitioned import PartitionedGraph, Unit
 from ..graph.traced import TracedGraph
 
 
-def partition_graph(traced: TracedGraph) -> PartitionedGraph:
-    """Make the units, and say what crosses between them and how long it is needed."""
+def partition_graph(
+    traced: TracedGraph, *, names: Callable[[Sequence[Run]], Sequence[str]] | None = None
+) -> PartitionedGraph:
+    """Make the units, and say what crosses between them and how long it is needed.
+
+    Args:
+        traced: the graph.
+        names: gives the units their names, the output assembly last; None: numbers them by kind.
+    """
     runs: list[Run] = [*_runs(traced), ("output assembly", ())]
     home = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
     shared = shared_allocations(traced, runs, home)
-    units = build_units(traced, runs, _names(runs), home, shared)
+    units = build_units(traced, runs, (names or _names)(runs), home, shared)
     return PartitionedGraph(
         traced=traced,
         units=tuple(units[:-1]),

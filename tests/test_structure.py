@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dsv4_compile.runners",),
     ("dsv4_compile.models",),
     ("dsv4_compile.ops",),
+    ("dsv4_compile.decode",),
     ("dsv4_compile.compat",),
     ("dsv4_compile.errors", "dsv4_compile.log", "dsv4_compile.counting", "dsv4_compile.version"),
 )

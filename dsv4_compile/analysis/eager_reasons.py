@@ -92,8 +92,11 @@ def why_not_capturable(traced: TracedGraph, node: fx.Node, facts: GraphFacts) ->
 
 
 def may_become_eager(traced: TracedGraph, node: fx.Node) -> bool:
-    """Whether a node that a capture refused may run eagerly; an op with the role "capture" is to be captured."""
-    return not any(has_role(traced, op, "capture") for op in ops_of(traced, node))
+    """Whether a node that a capture refused may run eagerly.
+
+    An op with the role "capture" is to be captured; so is a split op that is in a piece, since it is registered so.
+    """
+    return not any(has_role(traced, op, role) for op in ops_of(traced, node) for role in ("capture", "split"))
 
 
 def alike(traced: TracedGraph, refused: Mapping[fx.Node, str]) -> dict[fx.Node, str]:

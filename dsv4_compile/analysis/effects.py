@@ -74,7 +74,7 @@ class NodeEffects:
         """The node's effects, given its value."""
         uncapturable, barrier = self.uncapturable, self.barrier
         if value is None and not self.ops and self.node.op == "call_function":
-            uncapturable = uncapturable or _HOST_EFFECT
+            uncapturable = uncapturable or HOST_EFFECT
             barrier = barrier or uncapturable
         return Effects(
             accesses=tuple(self.accesses),
@@ -154,7 +154,7 @@ class EffectsRecorder(TorchDispatchMode):
         if func.namespace not in OWN_NAMESPACES:
             self._check_aliasing(node_effects.node, func, bound, result)
             if _host_effect(func) and not (registered and registered.role == "capture"):
-                node_effects.uncapturable = node_effects.uncapturable or _HOST_EFFECT
+                node_effects.uncapturable = node_effects.uncapturable or HOST_EFFECT
 
     def _record_data_check(self, node_effects: NodeEffects, name: str, bound: Mapping[str, Tree]) -> None:
         """What follows a check in the program happens only if it holds, so nothing passes it."""
@@ -235,7 +235,7 @@ class WholeOps(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_HOST_EFFECT = "declares no effect, so it has one on the host"
+HOST_EFFECT = "declares no effect, so it has one on the host"
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from ..graph.fused_call import FusedCall
 from ..graph.op_properties import checks_data, strided_name
 from ..graph.partitioned import Unit
 from ..graph.traced import TensorMeta, TracedGraph
-from .eager_reasons import custom_ops, is_body
+from .eager_reasons import custom_ops, is_body, why_split
 
 
 def why_opaque(traced: TracedGraph, node: fx.Node) -> str | None:
@@ -22,6 +22,8 @@ def why_opaque(traced: TracedGraph, node: fx.Node) -> str | None:
     custom = custom_ops(traced, node)
     if custom:
         return f"calls {custom[0].removesuffix('.default')}"
+    if why_split(traced, node) is not None:
+        return "calls a split op"  # made of torch's own ops; in a full graph it is captured, and what it is stays
     if any(map(checks_data, traced.effects[node].ops)):
         return "checks data"  # a compiler may leave out what gives no result
     if isinstance(node.target, FusedCall):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+Function = TypeVar("Function", bound=Callable[..., object])
 Input: TypeAlias = torch.Tensor | Size  # what Dynamo passes for a placeholder
 Fakes: TypeAlias = "tuple[FakeTensorMode, tuple[Input | None, ...]]"  # a mode and what it has for each placeholder
 
@@ -183,6 +184,17 @@ class _Module(_LazyGraphModule):
 def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
     """A graph as a module whose Python is written when it is first called, by any thread; most of ours never are."""
     return _Module(root, graph, class_name=name)
+
+
+def is_tracing() -> bool:
+    """Whether this thread traces a function, or compiles what it has traced."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def run_while_tracing(function: Function) -> Function:
+    """A function that Dynamo runs where it meets a call of it, instead of tracing it; what it raises leaves Dynamo."""
+    vars(function)["_dynamo_marked_constant"] = True  # `torch.compiler.assume_constant_result` would import Dynamo
+    return function
 
 
 def resumable_trace() -> Callable[[], AbstractContextManager[object]]:

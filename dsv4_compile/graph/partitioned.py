@@ -35,7 +35,7 @@ class Unit:
 
     Attributes:
         kind: "piece", "region", or "output assembly" for the views that only the caller sees.
-        name: "piece_0", "region_0", ... in program order.
+        name: "piece_0", "region_0", ... in program order; "whole_step" of a full graph.
         nodes: its compute nodes in the traced graph.
         body: those and the view nodes they need, in order.
         gm: its own graph, which always returns a tuple (the output assembly: what Dynamo's graph returns).
@@ -111,6 +111,8 @@ class PartitionedGraph:
         slots: the values that live in the workspace.
         uncaptured: why no call of this graph may be captured, or None.
         subgraphs: of each piece that is compiled or uses streams, and is no duplicate of another, in order.
+        full: the same graph planned as one piece, for calls of uniform decode; None if these run as all others do.
+        no_full: why there is none, where a split op is registered as capturable or the options ask for it.
         notes: remarks for the reader of the plan, those of `traced` first; any pass may add one.
 
     | set by | fields |
@@ -120,6 +122,7 @@ class PartitionedGraph:
     | `assign_streams` | streams; `cut_subgraphs` takes a piece off them that cannot be cut |
     | `plan_workspace` | roles, slots, uncaptured |
     | `cut_subgraphs` | subgraphs |
+    | `add_full_graph` | full, no_full |
     """
 
     traced: TracedGraph
@@ -134,6 +137,8 @@ class PartitionedGraph:
     slots: tuple[Slot, ...] = ()
     uncaptured: str | None = None
     subgraphs: Mapping[str, tuple[Subgraph, ...]] = field(default_factory=dict)
+    full: PartitionedGraph | None = None
+    no_full: str | None = None
     notes: tuple[str, ...] = ()
 
     def last_used_in(self, index: int) -> list[fx.Node]:

@@ -4,10 +4,11 @@
 `torch._logging.trace_structured`, where `tlparse` finds them. With the option `dump_dir` they are also files:
 
     graph_0/00_dynamo.py, 01_resolve_targets.py, ...   the graph after each pass, with how many nodes it changed
-    graph_0/piece_0.py, region_0.py, ...               each unit's own graph
+    graph_0/piece_0.py, region_0.py, ...               each unit's own graph; whole_step.py that of uniform decode
     graph_0/plan.txt, plan.json
     graph_0/report.html                                all of it as a page; `report DIR` adds later captures
-    graph_0/program_16.py                              the straight-line program of each captured bucket
+    graph_0/program_16.py                              the straight-line program of each captured bucket;
+    graph_0/program_full_16_1.py                       the same of uniform decode, with its query_len
 
 Each compiled graph takes the next free `graph_<n>`; making the folder is what claims the number, so several threads
 or processes may share one `dump_dir`.
@@ -59,7 +60,7 @@ class Artifacts:
 
     def show_plan(self, graph: PartitionedGraph, plan: Plan) -> None:
         """Show the units and the plan; that of a graph that was planned again takes the place of the first one."""
-        for unit in graph.units:
+        for unit in (*graph.units, *(() if graph.full is None else graph.full.units)):
             self._show(f"{unit.name}.py", partial(_code, unit.gm))
         self._show("plan.json", plan.to_json)
         self._show("plan.txt", lambda: str(plan), level=logging.INFO)
@@ -71,6 +72,10 @@ class Artifacts:
         self._programs[label] += 1
         again = "" if self._programs[label] == 1 else f"-{self._programs[label]}"  # other floats, or captured again
         self._show(f"program_{label}{again}.py", lambda: source)
+
+    def show_full_program(self, sizes: Sequence[object], source: str) -> None:
+        """Show the program of a bucket of uniform decode, the last of whose sizes is `query_len`."""
+        self.show_program(("full", *sizes), source)
 
     def _show(self, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
         self._write(name, text)

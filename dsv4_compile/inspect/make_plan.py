@@ -16,7 +16,7 @@ from ..graph.partitioned import PartitionedGraph, Subgraph, Unit
 from ..graph.source_lines import where
 from ..graph.traced import GraphInput, Provenance, TensorMeta
 from ..piece_compilers import piece_compiler_for
-from .plan import Plan, PlanOp, PlanSlot, PlanSubgraph, PlanUnit, PlanValue, PlanWorkspace
+from .plan import Plan, PlanFull, PlanOp, PlanSlot, PlanSubgraph, PlanUnit, PlanValue, PlanWorkspace
 
 
 def make_plan(graph: PartitionedGraph, config: Config) -> Plan:
@@ -37,8 +37,14 @@ def make_plan(graph: PartitionedGraph, config: Config) -> Plan:
         ),
         traced_sizes=tuple((str(symbol), int(size)) for symbol, size in graph.traced.traced_sizes.items()),
         workspace=_workspace(graph),
-        notes=(*graph.notes, *_uncalled(graph, config), *_uncaptured(graph)),
+        notes=(*graph.notes, *_uncalled(graph, config), *_uncaptured(graph), *_no_full(graph)),
+        full=None if graph.full is None else _full(graph.full, by_node, compiles=compiler is not None),
     )
+
+
+def _full(graph: PartitionedGraph, by_node: Mapping[fx.Node, GraphInput], *, compiles: bool) -> PlanFull:
+    (unit,) = _units(graph, by_node, compiles=compiles)
+    return PlanFull(unit=unit, workspace=_workspace(graph))
 
 
 def _scalars(graph: PartitionedGraph, by_node: Mapping[fx.Node, GraphInput]) -> Iterator[str]:
@@ -161,6 +167,11 @@ def _workspace(graph: PartitionedGraph) -> PlanWorkspace:
 def _uncaptured(graph: PartitionedGraph) -> Iterator[str]:
     if graph.uncaptured is not None:
         yield f"calls run uncaptured: {graph.uncaptured}"
+
+
+def _no_full(graph: PartitionedGraph) -> Iterator[str]:
+    if graph.no_full is not None:
+        yield f"uniform decode runs in pieces: {graph.no_full}"
 
 
 def _uncalled(graph: PartitionedGraph, config: Config) -> Iterator[str]:

@@ -143,6 +143,19 @@ class PlanWorkspace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFull:
+    """The whole step as one piece, which serves calls of uniform decode.
+
+    Attributes:
+        unit: the piece.
+        workspace: of such a call, in the same arena.
+    """
+
+    unit: PlanUnit
+    workspace: PlanWorkspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the backend makes of one graph; `str()` gives the report, `to_json()` the same for programs.
 
@@ -159,6 +172,7 @@ class Plan:
         traced_sizes: the sizes that the trace had, for which the workspace is shown.
         workspace: where values that cross between captured pieces and regions live.
         notes: remarks, such as an op in `split_ops` that the graph never calls.
+        full: for calls of uniform decode, if they have a graph of their own.
     """
 
     runner: str
@@ -173,6 +187,7 @@ class Plan:
     traced_sizes: tuple[tuple[str, int], ...]
     workspace: PlanWorkspace
     notes: tuple[str, ...]
+    full: PlanFull | None = None
 
     @property
     def pieces(self) -> tuple[PlanUnit, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .plan import Plan, PlanOp, PlanSubgraph, PlanUnit, PlanValue
+    from .plan import Plan, PlanOp, PlanSubgraph, PlanUnit, PlanValue, PlanWorkspace
 from ..log import pluralize
 
 WIDTH = 120
@@ -27,19 +27,27 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"plan: runner {plan.runner} ({plan.runner_reason}), region {plan.region}"
     yield from _sizes(plan)
     yield _summary(plan)
+    if plan.full is not None:
+        yield f"uniform decode: 1 piece captured ({pluralize(len(plan.full.unit.ops), 'op')}), nothing eager"
     yield from _compiled(plan)
     for note in plan.notes:
         yield f"note: {note}"
     for unit in plan.units:
         yield ""
         yield from _unit(unit)
+    if plan.full is not None:
+        yield ""
+        yield from _unit(plan.full.unit, " in uniform decode")
     if plan.inputs:
         yield ""
         yield "inputs"
         yield from _inputs(plan.inputs)
     if plan.workspace.slots:
         yield ""
-        yield from _workspace(plan)
+        yield from _workspace(plan, plan.workspace)
+    if plan.full is not None and plan.full.workspace.slots:
+        yield ""
+        yield from _workspace(plan, plan.full.workspace, " in uniform decode")
 
 
 def _sizes(plan: Plan) -> Iterator[str]:
@@ -64,7 +72,8 @@ def _summary(plan: Plan) -> str:
 
 
 def _compiled(plan: Plan) -> Iterator[str]:
-    subgraphs = [subgraph for unit in plan.units for subgraph in unit.subgraphs]
+    units = plan.units if plan.full is None else (*plan.units, plan.full.unit)
+    subgraphs = [subgraph for unit in units for subgraph in unit.subgraphs]
     if plan.piece_compiler is not None:
         compiled = [subgraph for subgraph in subgraphs if subgraph.uncompiled is None]
         different = sum(subgraph.duplicate_of is None for subgraph in compiled)
@@ -74,8 +83,8 @@ def _compiled(plan: Plan) -> Iterator[str]:
         )
 
 
-def _unit(unit: PlanUnit) -> Iterator[str]:
-    fate = "captured" if unit.kind == "piece" else "eager"
+def _unit(unit: PlanUnit, when: str = "") -> Iterator[str]:
+    fate = f"captured{when}" if unit.kind == "piece" else "eager"
     copy = f", a duplicate of {unit.duplicate_of}" if unit.duplicate_of else ""
     streams = sorted({op.stream for op in unit.ops})
     side_by_side = f" on {pluralize(len(streams), 'stream')}" if len(streams) > 1 else ""
@@ -136,11 +145,10 @@ def _wrapped(label: str, items: Sequence[str], prefix: str = "") -> Iterator[str
         )
 
 
-def _workspace(plan: Plan) -> Iterator[str]:
+def _workspace(plan: Plan, workspace: PlanWorkspace, when: str = "") -> Iterator[str]:
     """One line a slot, by offset: who shares an address with whom shows at a glance."""
-    workspace = plan.workspace
     at = ", ".join(f"{symbol} = {value}" for symbol, value in plan.traced_sizes)
-    yield f"workspace{f' at {at}' if at else ''}"
+    yield f"workspace{when}{f' at {at}' if at else ''}"
     yield (
         f"    {workspace.planned} bytes planned, {workspace.lower_bound} is the lower bound, "
         f"{workspace.unshared} if nothing were shared"

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count
 
 import torch
 from torch import Tensor, nn
 
+from ..decode import uniform_decode
 from ..errors import InvalidRequestError, OutOfBlocksError, RunnerError
 from ..log import progress_bar
 from ..models.deepseek_v4.config import DeepseekV4Config
@@ -159,8 +161,9 @@ class ModelRunner(ABC):
         if not chunks:
             return StepResult(scheduled=(), new_tokens={}, finished={})
         inputs = self._prepare(chunks)
-        tokens = _sample(self.model(inputs.input_ids, inputs.positions, inputs.step), len(inputs.input_ids), chunks)
-        return self._commit(chunks, tokens)
+        with _said_of(chunks):
+            logits = self.model(inputs.input_ids, inputs.positions, inputs.step)
+        return self._commit(chunks, _sample(logits, len(inputs.input_ids), chunks))
 
     def padding_inputs(self, num_tokens: int) -> ModelInputs:
         """Inputs of a step in which every row is padding: it writes no cache, so it can warm up or capture a model.
@@ -261,6 +264,11 @@ class ModelRunnerV2(ModelRunner):
 
     def _make_inputs(self, device: torch.device) -> InputMaker:
         return PersistentInputs(self._builder.build(()), self.limits.max_num_batched_tokens, device)
+
+
+def _said_of(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+    """Says that a step is uniform decode; a prompt, or the rest of one, of a single token is no different to an op."""
+    return uniform_decode() if all(chunk.num_tokens == 1 for chunk in chunks) else nullcontext()
 
 
 def _sample(logits: Tensor, num_rows: int, chunks: Sequence[Chunk]) -> dict[int, int]:

@@ -9,6 +9,10 @@ Threads and nesting: one call at a time uses the workspace. A call that comes wh
 inside of it (an eager op that calls the compiled model), runs uncaptured in memory of its own, and is counted so. It
 does not wait: an eager op may itself wait for the thread that would.
 
+Uniform decode: where the graph is planned as one piece too (`PartitionedGraph.full`), another object of this class
+serves calls in a block of `uniform_decode` by that plan. It has warm-ups, keys and programs of its own, and shares the
+memory and the turn (`SharedMemory`).
+
 A program whose parameters or buffers die goes with them. One whose static inputs have moved is captured again, in the
 place of the old one. Nothing global refers to this object but a weak set, by which `torch._dynamo.reset()` reaches it.
 """
@@ -30,14 +34,14 @@ from ..compat.dispatch import OpOverload, op_name
 from ..compat.dynamo import is_profiling
 from ..config import Config
 from ..counting import counters
+from ..decode import current_query_len
 from ..graph.mode_scopes import scopes_of
 from ..graph.partitioned import InputRole, PartitionedGraph
 from ..graph.source_lines import where
 from ..graph.traced import Value
 from ..log import log
-from .engines.base import Engine
+from .engines.base import Engine, Pool
 from .engines.capture_state import is_capturing, restoring
-from .memory.arena import Arenas
 from .memory.overlap import OverlapCheck
 from .pieces.pieces import Pieces
 from .pieces.warm import WarmPieces
@@ -48,6 +52,7 @@ from .program.limits import Limits
 from .program.profiler_ranges import profiler_range
 from .program.unreplayed import Unreplayed
 from .restore_inputs import call_restoring, is_restoring
+from .shared_memory import SharedMemory
 from .traced_call import TracedCall
 from .uncaptured import UncapturedCallable
 
@@ -74,6 +79,11 @@ class CapturedCallable:
         bound: the largest token count, if known.
         show_program: is told the sizes and the text of each program.
         plan_again: plans a graph anew, and makes its pieces, once captures have shown what no graph can hold.
+        full: serves calls of uniform decode.
+        is_full: this one does.
+
+    Attributes:
+        refused: of one that does, what a capture has shown that no graph can hold.
     """
 
     def __init__(
@@ -87,15 +97,22 @@ class CapturedCallable:
         bound: int | None,
         show_program: Callable[[Bucket, str], None],
         plan_again: PlanAgain,
+        full: CapturedCallable | None = None,
+        is_full: bool = False,
     ) -> None:
+        self.refused: Mapping[fx.Node, str] = {}
+        self._full = full
+        self._is_full = is_full
         self._show_program = show_program
         self._plan_again = plan_again
         self._config = config
         self._engine = engine
         self._bound = bound
         self._traced_call = traced_call
-        self._title = f"graph {next(_graph_numbers)}"
-        self._serving: dict[str, object] = {}  # the call that uses the workspace
+        self._number: int = next(_graph_numbers) if full is None else full._number
+        self._title = f"{'full ' * is_full}graph {self._number}"
+        self._memory: SharedMemory = SharedMemory(engine, graph.traced.device) if full is None else full._memory
+        self._serving = self._memory.serving  # the call that uses the workspace
         self._use(graph, pieces)
         with _live_lock:
             _live.add(self)
@@ -104,11 +121,19 @@ class CapturedCallable:
         """Serve calls by this plan from now on."""
         self._graph = graph
         self._pieces = pieces
+        self._full = None if graph.full is None else self._full
+        self._hears_decode = self._full is not None or graph.no_full is not None
         self._sizes = SizesOfCalls(graph.traced.symbols)
         self._limits = Limits(self._config, graph.token_count, self._bound, graph.slots)
         self._uncaptured = UncapturedCallable(graph, pieces, self._traced_call)
         self._streams = max(graph.streams.values(), default=0)
+        self._memory.use_for("full" if self._is_full else "pieces", graph.slots, self._limits)
         self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
+        self._per_replay = {
+            "replays": 1,
+            "eager_op_calls": self._eager_ops,
+            **({"full_replays": 1} if self._is_full else {}),
+        }
         self._switches_modes = any(scopes_of(node) for node in graph.traced.gm.graph.nodes)
         self._start_empty()
 
@@ -117,22 +142,42 @@ class CapturedCallable:
         self._warm: dict[Bucket, WarmPieces] = {}  # in order of age
         self._moves: dict[fx.Node, set[int]] = {}
         self._unreplayed = Unreplayed()
-        self._arenas = Arenas(self._engine, self._graph.traced.device)
-        self._pool = self._engine.make_pool()
+        self._memory.renew()
         self._set_roles(dict(self._graph.roles))
+
+    @property
+    def _pool(self) -> Pool:
+        return self._memory.pool
 
     def _set_roles(self, roles: dict[fx.Node, InputRole]) -> None:
         self._roles = roles
-        self._keys = KeyReader(self._graph.traced, roles, check_addresses=self._config.check != "off")
+        is_checked = self._config.check != "off"
+        self._keys = KeyReader(self._graph.traced, roles, check_addresses=is_checked, is_full=self._is_full)
 
     def __call__(self, *args: Value) -> Value:
         """Serve a call: by its program, by building one, or uncaptured."""
+        if self._hears_decode and current_query_len() is not None:
+            if self._full is not None:
+                return self._serve_decode(self._full, args)
+            self._limits.warn_pieces(self._graph.no_full)
         if is_restoring():
             result = call_restoring(self._serve_alone, self._graph.traced, args)
         else:
             result = self._serve_alone(args)
         if self._graph.traced.leaves_grad is not None:
             torch.set_grad_enabled(self._graph.traced.leaves_grad)
+        return result
+
+    def _serve_decode(self, full: CapturedCallable, args: tuple[Value, ...]) -> Value:
+        """Serve a call of uniform decode by the plan of the whole step; give that up once a capture was refused."""
+        result = full(*args)
+        if full.refused:
+            this = object()
+            try:
+                if self._serving.setdefault("call", this) is this:  # else the next call sees to it
+                    self._move_to_regions(full.refused)
+            finally:
+                self._end(this)
         return result
 
     def _serve_alone(self, args: tuple[Value, ...]) -> Value:
@@ -170,7 +215,7 @@ class CapturedCallable:
             return self._serve_uncaptured(args)
         if self._unreplayed.streak:
             self._unreplayed.note_replay(entry.bucket)
-        counters.add(replays=1, eager_op_calls=self._eager_ops)
+        counters.add(**self._per_replay)
         if is_profiling():
             return entry.program.with_ranges()(args)
         return entry.program.run(args)
@@ -231,13 +276,15 @@ class CapturedCallable:
         built = build_program(self._context(sizes, bucket, warm, *self._fit(sizes)), args)
         if built.refused or warm.mistrust is not None:
             counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
-            if built.refused:
+            if built.refused and self._is_full:
+                self.refused = built.refused
+            elif built.refused:
                 self._move_to_regions(built.refused)
             return built.result
         is_again = self._cache.add(
             key, CachedProgram(built.program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
         )
-        counters.add(captures=1, recaptures=int(is_again), replays=1, eager_op_calls=self._eager_ops)
+        counters.add(captures=1, recaptures=int(is_again), **self._per_replay)
         if bucket not in captured and not is_again and not is_restoring():
             names = partial(self._keys.bucket_names, self._graph.traced)
             self._unreplayed.note_capture(bucket, self._limits.listed(sizes), self._cache.buckets(), names)
@@ -281,10 +328,11 @@ class CapturedCallable:
         """An arena and where the slots of the bucket lie in it."""
         slots, largest = self._graph.slots, self._limits.largest(sizes)
         placement = place_slots(slots, sizes)
+        arenas = self._memory.arenas
         if largest is None:
-            return self._arenas.fit(placement.planned), placement
+            return arenas.fit(placement.planned), placement
         at_largest = place_slots(slots, largest)
-        arena = self._arenas.locked_at(at_largest.planned)
+        arena = arenas.locked_at(self._memory.bytes_at_largest(sizes))
         if placement.planned > arena.numel():
             # greedy placement may need more for less; no slot is larger here, so the largest bucket's offsets hold
             placement = reuse_placement(slots, sizes, at_largest)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import ExplainError
-from ..plan import Plan, PlanOp, PlanSlot, PlanSubgraph, PlanUnit, PlanValue, PlanWorkspace
+from ..plan import Plan, PlanFull, PlanOp, PlanSlot, PlanSubgraph, PlanUnit, PlanValue, PlanWorkspace
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Record = TypeVar("Record", bound="DataclassInstance")
 
 _STAGE = re.compile(r"(\d+)_(\w+)\.py")
-_UNIT = re.compile(r"(piece|region)_\d+\.py")
+_UNIT = re.compile(r"(?:(piece|region)_\d+|whole_step)\.py")
 _HEADER = re.compile(r"# \w+: (\d+) nodes \(([+-]\d+)\)")
 
 
@@ -130,8 +130,14 @@ def plan_from_json(text: str) -> Plan:
             "traced_sizes": tuple((str(symbol), int(size)) for symbol, size in fields["traced_sizes"]),
             "workspace": _workspace(fields["workspace"]),
             "notes": tuple(fields["notes"]),
+            "full": None if fields["full"] is None else _full(fields["full"]),
         }
     )
+
+
+def _full(raw: object) -> PlanFull:
+    fields = _fields(PlanFull, raw)
+    return PlanFull(unit=_unit(fields["unit"]), workspace=_workspace(fields["workspace"]))
 
 
 def _unit(raw: object) -> PlanUnit:

@@ -60,8 +60,8 @@ class Arenas:
         self._last: Tensor | None = None
 
     def locked_at(self, nbytes: int) -> Tensor:
-        """The one arena, made at the first call and never again."""
-        if self._last is None:
+        """The one arena, made at the first call and never again, but where some slots have no bound (see `fit`)."""
+        if self._last is None or self._last.numel() < nbytes:
             self._last = self._engine.allocate(nbytes, self._device)
         return self._last
 

@@ -25,12 +25,14 @@ import torch
 from torch import Tensor, fx
 
 from ...analysis.eager_reasons import inputs_shown_around, may_become_eager
+from ...analysis.full_graph import promise_of
 from ...analysis.sizes import Sizes, bytes_needed
 from ...analysis.slot_placement import Placement, aligned, extent_bytes
-from ...compat.dispatch import may_overlap_itself, with_lazy_bits_of
+from ...compat.dispatch import OpOverload, may_overlap_itself, op_name, with_lazy_bits_of
 from ...errors import CaptureError
 from ...graph.mode_scopes import ModeScope
 from ...graph.partitioned import InputRole, PartitionedGraph, Unit
+from ...graph.source_lines import where
 from ...graph.traced import TensorMeta, Value
 from ..engines.base import CapturedGraph, Engine, Pool
 from ..memory.arena import copier, slot_tensor
@@ -127,6 +129,18 @@ def build_program(context: BuildContext, args: Sequence[Value]) -> Built:
             return builder.finish()
         finally:
             builder.copy_out()  # what was written before a failure stays written, as in eager
+
+
+def _broken_promise(node: fx.Node, promise: str, error: CaptureError) -> CaptureError:
+    """A split op that is registered as capturable does what no graph can hold."""
+    op = op_name(node.target) if isinstance(node.target, OpOverload) else node.name
+    broken = CaptureError(
+        f"split op {op} is registered with capturable={promise!r}, but no graph can hold what it does: "
+        f"{error.reason} ({error.line}), called at {where(node)}. Compute that on the device in batches of uniform "
+        "decode (`dsv4_compile.uniform_query_len()` tells an op), or register the op with capturable='never'."
+    )
+    broken.reason, broken.line, broken.node = error.reason, error.line, node
+    return broken
 
 
 def _copy_overlapping(target: Tensor, source: Tensor) -> None:
@@ -236,7 +250,7 @@ class _Builder(UnitInterpreter):
             other_op = context.warm.warm_up(context.engine, context.streams, function, inputs, run)
             if other_op is not None:
                 context.warm.mistrust = other_layout(self._graph.traced, unit, other_op)
-        captured = self._capture(unit, run) if context.warm.mistrust is None else None
+        captured = self._capture(unit, run, has_run=has_run) if context.warm.mistrust is None else None
         if captured is not None:
             self._captured.append(captured)
             replay: Callable[[], object] = captured.replay
@@ -250,7 +264,7 @@ class _Builder(UnitInterpreter):
         for node, slot in zip(unit.outputs, slots, strict=True):
             self._bind(node, slot)
 
-    def _capture(self, unit: Unit, run: Callable[[], object]) -> CapturedGraph | None:
+    def _capture(self, unit: Unit, run: Callable[[], object], *, has_run: bool) -> CapturedGraph | None:
         """The graph of a piece; None if it was refused, and the call can go on."""
         context = self._context
         try:
@@ -258,18 +272,24 @@ class _Builder(UnitInterpreter):
                 name = f"{unit.name} of {context.title}"
                 return context.engine.capture(run, context.pool, name=name, streams=context.streams)
             except CaptureError as error:
-                self._note_refusal(error)
+                self._note_refusal(error, has_run=has_run)
                 return None
         except BaseException:
             context.warm.forget()
             raise
 
-    def _note_refusal(self, error: CaptureError) -> None:
-        """Remember which node a capture refused, or raise the error again, if the call cannot go on."""
+    def _note_refusal(self, error: CaptureError, *, has_run: bool) -> None:
+        """Remember which node a capture refused, or raise the error again, if the call cannot go on.
+
+        A broken promise is an error while nothing of the piece has run; what it did cannot be taken back.
+        """
         node = error.node
         if error.reason is None or not isinstance(node, fx.Node) or node not in self._graph.traced.effects:
             raise error
-        if node in self._graph.traced.eager or not may_become_eager(self._graph.traced, node):
+        promise = promise_of(self._graph.traced, node)
+        if promise != "never" and not has_run:
+            raise _broken_promise(node, promise, error) from error
+        if node in self._graph.traced.eager or not (promise != "never" or may_become_eager(self._graph.traced, node)):
             raise error
         self._refused[node] = f"{error.reason}, as its capture showed"
 

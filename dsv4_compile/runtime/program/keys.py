@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, fx
 
 from ...compat.dynamo import GUARDS_STRIDES
+from ...decode import current_query_len
 from ...graph.partitioned import InputRole
 from ...graph.traced import TracedGraph, Value
 
@@ -27,9 +28,18 @@ class KeyReader:
         check_addresses: False trusts the caller to keep what was declared static (`GraphInput.declared_static`) where
             it was; instances of a model are then told apart by which parameters and buffers they have. The addresses of
             other static and bound inputs are always part of the key.
+        is_full: of calls of uniform decode, whose `query_len` is the last number of the bucket.
     """
 
-    def __init__(self, traced: TracedGraph, roles: Mapping[fx.Node, InputRole], *, check_addresses: bool) -> None:
+    def __init__(
+        self,
+        traced: TracedGraph,
+        roles: Mapping[fx.Node, InputRole],
+        *,
+        check_addresses: bool,
+        is_full: bool = False,
+    ) -> None:
+        self._is_full = is_full
         positions = {graph_input.node: position for position, graph_input in enumerate(traced.inputs)}
         self._numbers = [positions[node] for node, role in roles.items() if role is InputRole.NUMBER]
         scalars = (node for node, effects in traced.effects.items() if effects.bucket_scalar)
@@ -44,7 +54,8 @@ class KeyReader:
     def bucket_names(self, traced: TracedGraph) -> list[str]:
         """What each entry of a bucket is, as the user reaches it: "x.size()[0]"."""
         names = [traced.inputs[position].name for position in (*self._numbers, *self._scalars)]
-        return [*names, "strides of the weights"] if self._unguarded else names
+        names += ["strides of the weights"] if self._unguarded else []
+        return [*names, "query_len of uniform_decode"] if self._is_full else names
 
     def read(self, args: Sequence[Value]) -> Key:
         """The key of a call: its bucket, and its addresses."""
@@ -53,6 +64,8 @@ class KeyReader:
             bucket += tuple([_hashable(args[position].item()) for position in self._scalars])
         if self._unguarded:
             bucket += (tuple([args[position].stride() for position in self._unguarded]),)
+        if self._is_full:
+            bucket += (current_query_len(),)
         addresses: tuple[object, ...] = tuple([args[position].data_ptr() for position in self._addressed])
         if self._identified:
             addresses += tuple([id(args[position]) for position in self._identified])

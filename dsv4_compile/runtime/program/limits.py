@@ -78,6 +78,10 @@ class Limits:
             "warm up or capture: give all calls one stream, and capture ahead"
         )
 
+    def warn_pieces(self, reason: str | None) -> None:
+        """Say once why a call of uniform decode is no single graph."""
+        self._warn_once("calls of uniform decode run in pieces: %s", reason)
+
     def _warn_once(self, message: str, *values: object) -> None:
         if message not in self._warned:
             self._warned.add(message)

@@ -221,11 +221,12 @@ class CudaCapturedGraph(LaunchRecord):
 
 
 def _refusal(name: str, error: RuntimeError) -> CaptureError:
+    line = line_of(error)
     refused = CaptureError(
-        f"CUDA refused the graph of {name} ({line_of(error)}): {error}. Usual causes: a value copied to the host, "
+        f"CUDA refused the graph of {name} ({line}): {error}. Usual causes: a value copied to the host, "
         "an error that the recorded code swallowed, a stream that was forked and not joined. Move what does it into "
         "an op that is registered as a split op."
     )
     refused.reason = f"CUDA refused to capture it ({str(error).partition(chr(10))[0]})"
-    refused.node = vars(error).get("node")
+    refused.line, refused.node = line, vars(error).get("node")
     return refused

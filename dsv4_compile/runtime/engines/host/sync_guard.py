@@ -76,11 +76,12 @@ class HostReadGuard(TorchFunctionMode):
 
 def refusal(what: str, reason: str, name: str) -> CaptureError:
     """The error for an op or function, to be raised while user code is on the stack."""
+    line = current_line()
     error = CaptureError(
-        f"{what} {reason} while {name} is recorded ({current_line()}). A graph cannot hold that: compute it on the "
+        f"{what} {reason} while {name} is recorded ({line}). A graph cannot hold that: compute it on the "
         "device, or register the op that does it as a split op, so that it runs eagerly."
     )
-    error.reason = f"{what} {reason}".rstrip(",")
+    error.reason, error.line = f"{what} {reason}".rstrip(","), line
     return error
 
 

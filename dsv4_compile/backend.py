@@ -1,7 +1,8 @@
 """The backend, top to bottom.
 
 options                                  -> Config             config.py
-Dynamo's graph                           -> TracedGraph        graph/tracing.py
+Dynamo's graph                           -> PlainGraph         graph/desugar.py
+a graph on plain tensors                 -> TracedGraph        graph/tracing.py
 normalise, effects, regions              -> TracedGraph        passes/__init__.py, in order
 partition, duplicates, streams, slots    -> PartitionedGraph   passes/__init__.py, in order
 what explain, logs and dumps show        -> Plan               inspect/make_plan.py
@@ -20,6 +21,7 @@ from .compat.dynamo import resumable_trace
 from .compat.symbols import upper_bound
 from .config import Config
 from .counting import counters
+from .graph.desugar import in_plain_tensors
 from .graph.partitioned import PartitionedGraph
 from .graph.traced import Value
 from .inspect.artifacts import Artifacts
@@ -31,6 +33,7 @@ from .runtime.captured import CapturedCallable, PlanAgain, release_all
 from .runtime.engines.capture_state import restoring
 from .runtime.engines.select import engine_for
 from .runtime.pieces.pieces import Pieces
+from .runtime.plain_tensors import on_plain_tensors
 from .runtime.traced_call import TracedCall
 from .runtime.uncaptured import UncapturedCallable
 
@@ -62,18 +65,19 @@ def dsv4_piecewise(
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Value], config: Config) -> Callable[..., object]:
     """The pipeline; see the module docstring."""
     artifacts = Artifacts(config)
-    graph = plan_graph(gm, example_inputs, config, artifacts.observe)
+    plain = in_plain_tensors(gm, example_inputs)
+    graph = plan_graph(plain.gm, plain.example_inputs, config, artifacts.observe)
     plan = make_plan(graph, config)
     artifacts.finish(graph, plan)
     pieces = Pieces(graph, compile_pieces(graph, config))
-    traced_call = TracedCall(graph.traced, example_inputs)
+    traced_call = TracedCall(graph.traced, plain.example_inputs)
     counters.add(
         graphs_compiled=1,
         pieces_compiled=len(plan.pieces) - len(graph.duplicates) + (graph.full is not None),
         pieces_reused=len(graph.duplicates),
         regions=len(plan.regions),
     )
-    return make_callable(graph, pieces, traced_call, config, artifacts)
+    return on_plain_tensors(plain, make_callable(graph, pieces, traced_call, config, artifacts))
 
 
 def plan_anew(config: Config, artifacts: Artifacts) -> PlanAgain:

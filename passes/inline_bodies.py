@@ -18,13 +18,10 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ..compat.dispatch import HigherOrderOperator, pytree
+from ..compat.dispatch import pytree
 from ..compat.symbols import expr_of
 from ..graph.traced import TracedGraph, Value
-
-# Where each has the operands of its body, which comes first.
-_FIRST_OPERAND = {"invoke_subgraph": 2, "wrap": 1, "tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1}
-_OPERANDS_IN_A_TUPLE = frozenset(["strict_mode", "hints_wrapper"])
+from ..graph.wrapper_calls import calls_body, operands_of
 
 
 def inline_bodies(traced: TracedGraph) -> TracedGraph:
@@ -34,34 +31,22 @@ def inline_bodies(traced: TracedGraph) -> TracedGraph:
         node = pending.pop()
         body = _body_of(traced.gm, node)
         if body is not None:
-            pending += reversed(_inline(node, body, _operands(node)))
+            pending += reversed(_inline(node, body, operands_of(node, node.args)))
     return traced
 
 
 def _body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The body that a node runs, if it can take its place."""
-    if not isinstance(node.target, HigherOrderOperator) or not _calls_body(node):
+    if not calls_body(node):
         return None
     body = _attribute(gm, node.args[0])
     if not isinstance(body, fx.GraphModule) or any(user.target is not operator.getitem for user in node.users):
         return None
-    placeholders, operands = body.graph.find_nodes(op="placeholder"), _operands(node)
+    placeholders, operands = body.graph.find_nodes(op="placeholder"), operands_of(node, node.args)
     if len(placeholders) != len(operands) or not isinstance(body.graph.output_node().args[0], (tuple, list)):
         return None
     same = all(_layout(p) == _layout(operand) for p, operand in zip(placeholders, operands, strict=True))
     return body if same else None  # sizes in the body would be those of another call of it
-
-
-def _calls_body(node: fx.Node) -> bool:
-    name = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
-    return name in _OPERANDS_IN_A_TUPLE or name in _FIRST_OPERAND
-
-
-def _operands(node: fx.Node) -> Sequence[Argument]:
-    assert isinstance(node.target, HigherOrderOperator), "only a wrapper has operands"
-    first = _FIRST_OPERAND.get(node.target.name())
-    given = node.args[1] if first is None else node.args[first:]
-    return list(given) if isinstance(given, (tuple, list)) else [given]
 
 
 def _attribute(gm: fx.GraphModule, node: object) -> object:

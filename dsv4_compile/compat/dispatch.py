@@ -16,7 +16,6 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 # Tensors, numbers, None, in lists, tuples and dictionaries: what ops take and give, and what `pytree` walks.
 Tree: TypeAlias = Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -40,11 +41,17 @@ ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
 EXIT_INFERENCE_MODE = torch.autograd.grad_mode._exit_inference_mode
 
 
+MODE_SWITCHES = (ENTER_AUTOCAST, EXIT_AUTOCAST, ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, SET_GRAD_ENABLED)
+
+
 # Whether Dynamo compiles anew for a parameter with other strides at the same address. That of 2.11 does not.
 GUARDS_STRIDES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 _writing = threading.RLock()
+
+
+_INNER = "dsv4_inner_tensor"
 
 
 # Whether any thread has a torch profiler on; asked once a call. `torch.autograd._profiler_enabled` asks for
@@ -96,12 +103,43 @@ def is_float_argument(placeholder: fx.Node) -> bool:
 def forget_source(placeholder: fx.Node) -> None:
     """Let go of Dynamo's record of a graph input: torch swaps no tensor that it refers to weakly."""
     placeholder.meta.pop("grapharg", None)
+    placeholder.meta.pop(_INNER, None)
+
+
+@dataclass(frozen=True, slots=True)
+class InnerTensor:
+    """What an input is in a graph that takes the tensors which wrapper subclasses hold, and no such subclass.
+
+    Attributes:
+        outer: what the user holds, of which Dynamo's record of the input speaks; None for a size of it, of which there
+            is no record.
+        suffix: what comes after the name of `outer`; of a size, its whole name.
+    """
+
+    outer: torch.Tensor | None
+    suffix: str
+
+
+def note_inner_tensor(placeholder: fx.Node, inner: InnerTensor) -> None:
+    """Note what a graph input is."""
+    placeholder.meta[_INNER] = inner
+
+
+def inner_tensor_of(placeholder: fx.Node) -> InnerTensor | None:
+    """What was noted of a graph input; None for one that Dynamo handed over."""
+    inner: InnerTensor | None = placeholder.meta.get(_INNER)
+    return inner
 
 
 def graph_break_reason(gm: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the function did, or None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return str(reason.reason).partition("\n")[0] if reason is not None and reason.graph_break else None
+
+
+def keep_break_reason(gm: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Let a graph that takes the place of Dynamo's tell what `graph_break_reason` asks."""
+    vars(gm)["compile_subgraph_reason"] = getattr(original, "compile_subgraph_reason", None)
 
 
 def symbolic_fake_inputs(example_inputs: Sequence[Input], gm: fx.GraphModule) -> Fakes:
@@ -115,7 +153,7 @@ def symbolic_fake_inputs(example_inputs: Sequence[Input], gm: fx.GraphModule) ->
     assert mode is not None, "a Dynamo backend always runs under a fake mode"
     fakes: list[Input] = []
     for example, placeholder in zip(example_inputs, gm.graph.find_nodes(op="placeholder"), strict=True):
-        if isinstance(example, torch.Tensor):
+        if isinstance(example, torch.Tensor) and inner_tensor_of(placeholder) is None:
             symbolic = context.tensor_to_context.get(example)
             source = getattr(symbolic, "tensor_source", None)
             fakes.append(mode.from_tensor(example, symbolic_context=symbolic, source=source))
@@ -181,7 +219,7 @@ class _Module(_LazyGraphModule):
             super().real_recompile()
 
 
-def module_of(root: torch.nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+def module_of(root: torch.nn.Module | dict[str, Any], graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
     """A graph as a module whose Python is written when it is first called, by any thread; most of ours never are."""
     return _Module(root, graph, class_name=name)
 
@@ -213,6 +251,14 @@ def trace_fakes() -> FakeTensorMode:
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """A fake of a mode, with the sizes of a tensor as constants."""
     return mode.from_tensor(tensor, static_shapes=True)
+
+
+def fake_of(mode: FakeTensorMode, fake: torch.Tensor) -> torch.Tensor:
+    """A fake tensor itself, or one with its sizes if it is of another mode than this."""
+    if getattr(fake, "fake_mode", None) is mode:
+        return fake
+    with mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

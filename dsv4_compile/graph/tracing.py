@@ -13,9 +13,9 @@ import sympy
 import torch
 from torch import fx
 
-from ..compat.dispatch import is_traceable_wrapper_subclass
 from ..compat.dynamo import (
     forget_source,
+    inner_tensor_of,
     is_float_argument,
     is_kept_in_module,
     is_module_buffer,
@@ -25,7 +25,7 @@ from ..compat.dynamo import (
     source_of,
 )
 from ..compat.symbols import expr_of, plausible_value, traced_value
-from ..errors import TrainingError, UnsupportedInputError
+from ..errors import TrainingError
 from ..ops.registry import RegisteredOp
 from .traced import GraphInput, Provenance, TracedGraph, Value
 
@@ -46,13 +46,10 @@ def trace_graph(
 
     Raises:
         TrainingError: grad is enabled and an input requires grad.
-        UnsupportedInputError: an input is a wrapper subclass of Tensor.
     """
     copy = _copy_graph(gm)
     placeholders = [node for node in copy.graph.nodes if node.op == "placeholder"]
-    for node, example in zip(placeholders, example_inputs, strict=True):
-        _refuse_training(node, example)
-        _refuse_subclass(node, example)
+    refuse_training(placeholders, example_inputs)
     inputs = tuple(_input(node, example) for node, example in zip(placeholders, example_inputs, strict=True))
     original = _copy_graph(gm)
     for node in (*placeholders, *original.graph.find_nodes(op="placeholder")):
@@ -76,24 +73,34 @@ def _device(inputs: Sequence[GraphInput]) -> torch.device:
 
 
 def _input(node: fx.Node, example: object) -> GraphInput:
-    static = isinstance(example, torch.Tensor) and is_static_input(example)
-    owned = isinstance(example, torch.nn.Parameter) or is_module_buffer(node)
+    own = _users_own(node, example)
+    static = isinstance(own, torch.Tensor) and is_static_input(own)
+    owned = isinstance(own, torch.nn.Parameter) or is_module_buffer(node)
     return GraphInput(
         node=node,
         name=_name(node),
         value=node.meta["example_value"],
-        provenance=_provenance(example),
+        provenance=_provenance(own),
         static=static,
         declared_static=owned or (static and not is_kept_in_module(node)),
         number=is_float_argument(node),
         scalar=_scalar(example),
         owned=owned,
-        measures=measures_tensor(node),
+        measures=measures_tensor(node) or ((inner := inner_tensor_of(node)) is not None and inner.outer is None),
     )
 
 
+def _users_own(node: fx.Node, example: object) -> object:
+    """An input as the user holds it: the tensor that it is, or the wrapper subclass that holds it."""
+    inner = inner_tensor_of(node)
+    return example if inner is None or inner.outer is None else inner.outer
+
+
 def _name(node: fx.Node) -> str:
-    return readable_name(source_of(node))
+    inner = inner_tensor_of(node)
+    if inner is None:
+        return readable_name(source_of(node))
+    return inner.suffix if inner.outer is None else readable_name(source_of(node)) + inner.suffix
 
 
 def readable_name(source: str) -> str:
@@ -155,17 +162,16 @@ def _traced_sizes(inputs: Sequence[GraphInput], example_inputs: Sequence[Value])
     return found
 
 
-def _refuse_training(node: fx.Node, example: object) -> None:
-    if torch.is_grad_enabled() and isinstance(example, torch.Tensor) and example.requires_grad:
-        raise TrainingError(
-            f"dsv4_piecewise is for inference, but grad is enabled and {_name(node)} requires grad: "
-            "call the compiled model under torch.no_grad() or torch.inference_mode()"
-        )
+def refuse_training(placeholders: Sequence[fx.Node], example_inputs: Sequence[object]) -> None:
+    """Refuse inputs that require grad while grad is enabled.
 
-
-def _refuse_subclass(node: fx.Node, example: object) -> None:
-    if is_traceable_wrapper_subclass(example):
-        raise UnsupportedInputError(
-            f"{_name(node)} is a {type(example).__name__}: a captured piece needs plain tensors, "
-            "since a wrapper subclass has several addresses; unwrap it or keep its user outside of the model"
-        )
+    Raises:
+        TrainingError: there is one.
+    """
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        own = _users_own(node, example)
+        if torch.is_grad_enabled() and isinstance(own, torch.Tensor) and own.requires_grad:
+            raise TrainingError(
+                f"dsv4_piecewise is for inference, but grad is enabled and {_name(node)} requires grad: "
+                "call the compiled model under torch.no_grad() or torch.inference_mode()"
+            )

@@ -69,11 +69,13 @@ def explain(
 
 
 def _stop_with_plan(config: Config) -> Callable[[fx.GraphModule, Sequence[Value]], Callable[..., object]]:
+    from ..graph.desugar import in_plain_tensors
     from ..plan_graph import plan_graph
     from .make_plan import make_plan
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Value]) -> Callable[..., object]:
-        plan = make_plan(plan_graph(gm, example_inputs, config, lambda stage, graph: None), config)
+        plain = in_plain_tensors(gm, example_inputs)
+        plan = make_plan(plan_graph(plain.gm, plain.example_inputs, config, lambda stage, graph: None), config)
 
         def stop(*_: object) -> NoReturn:
             raise _PlanReadyError(plan)

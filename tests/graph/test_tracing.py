@@ -1,33 +1,11 @@
-"""What is made of the inputs of a graph: refusals, and what an input is."""
+"""What is made of the inputs of a graph."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 import dsv4_compile
-from dsv4_compile.errors import UnsupportedInputError
-
-
-class Sealed(TwoTensor):  # type: ignore[misc]
-    """A wrapper subclass that gives no value away."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@pytest.mark.parametrize("subclass", [TwoTensor, Sealed])
-def test_a_wrapper_subclass_is_refused_unread(subclass: Any) -> None:
-    compiled = torch.compile(lambda x: x + 1, backend="dsv4_piecewise")
-    message = f"^x is a {subclass.__name__}: a captured piece needs plain tensors"
-    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=message):
-        compiled(subclass(torch.ones(1), torch.ones(1)))
 
 
 def test_every_int_of_the_user_is_a_host_scalar_of_the_plan() -> None:

@@ -11,6 +11,7 @@ from .counting import counters as counters
 from .decode import uniform_decode as uniform_decode
 from .decode import uniform_query_len as uniform_query_len
 from .inspect.explain import explain as explain
+from .memory_pool import MemoryPool as MemoryPool
 from .ops.registry import register_op as register_op
 from .runtime.capture import capture as capture
 from .runtime.engines.capture_state import is_capturing as is_capturing

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeGuard, get_args
 import torch
 
 from .errors import OptionError, did_you_mean
+from .memory_pool import MemoryPool
 from .ops.registry import check_op_name
 
 Runner = Literal["auto", "mrv1", "mrv2"]
@@ -57,7 +58,7 @@ class Config:
     check: Check = "addresses"
     static_outputs: bool = False
     max_tokens: int | None = None
-    pool: Pool = "shared"
+    pool: Pool | MemoryPool = "shared"
     aux_streams: Literal["auto"] | int = "auto"
     aux_stream_max_tokens: int = 1024
     dump_dir: str | None = None
@@ -194,6 +195,10 @@ def _piece_compiler(name: str, value: object) -> object:
     return value if callable(value) else _one_of(PieceCompiler, " or a callable")(name, value)
 
 
+def _pool(name: str, value: object) -> object:
+    return value if isinstance(value, MemoryPool) else _one_of(Pool, " or a dsv4_compile.MemoryPool")(name, value)
+
+
 def _aux_streams(name: str, value: object) -> object:
     return value if _is_integer(value, 0) else _one_of(Literal["auto"], " or an integer of at least 0")(name, value)
 
@@ -219,7 +224,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "check": _one_of(Check),
     "static_outputs": _flag,
     "max_tokens": _optional(_integer(1)),
-    "pool": _one_of(Pool),
+    "pool": _pool,
     "aux_streams": _aux_streams,
     "aux_stream_max_tokens": _integer(0),
     "dump_dir": _optional(_folder),

@@ -33,7 +33,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dsv4_compile.ops",),
     ("dsv4_compile.decode",),
     ("dsv4_compile.compat",),
-    ("dsv4_compile.errors", "dsv4_compile.log", "dsv4_compile.counting", "dsv4_compile.version"),
+    (
+        "dsv4_compile.errors",
+        "dsv4_compile.log",
+        "dsv4_compile.counting",
+        "dsv4_compile.memory_pool",
+        "dsv4_compile.version",
+    ),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Public names that a user of the package may import lazily; they are users of it and not a part.

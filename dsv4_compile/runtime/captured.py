@@ -5,13 +5,14 @@
                           up as it is captured (`WarmPieces`) is run instead, and captured then
     later calls           look the program up by sizes and addresses, and run it
 
-Threads and nesting: one call at a time uses the workspace. A call that comes while it does, from another thread or from
-inside of it (an eager op that calls the compiled model), runs uncaptured in memory of its own, and is counted so. It
-does not wait: an eager op may itself wait for the thread that would.
+Threads and nesting: one call at a time uses the workspace, which several graphs may share (`MemoryPool`). A call that
+comes while it does, from another thread or from inside of it (an eager op that calls the compiled model), runs
+uncaptured in memory of its own, and is counted so. It does not wait: an eager op may itself wait for the thread that
+would.
 
 Uniform decode: where the graph is planned as one piece too (`PartitionedGraph.full`), another object of this class
 serves calls in a block of `uniform_decode` by that plan. It has warm-ups, keys and programs of its own, and shares the
-memory and the turn (`SharedMemory`).
+memory and the turn (`GraphMemory`).
 
 A program whose parameters or buffers die goes with them. One whose static inputs have moved is captured again, in the
 place of the old one. Nothing global refers to this object but a weak set, by which `torch._dynamo.reset()` reaches it.
@@ -42,6 +43,8 @@ from ..graph.traced import Value
 from ..log import log
 from .engines.base import Engine, Pool
 from .engines.capture_state import is_capturing, restoring
+from .graph_memory import GraphMemory
+from .memory.call_memory import memory_for
 from .memory.overlap import OverlapCheck
 from .pieces.pieces import Pieces
 from .pieces.warm import WarmPieces
@@ -52,7 +55,6 @@ from .program.limits import Limits
 from .program.profiler_ranges import profiler_range
 from .program.unreplayed import Unreplayed
 from .restore_inputs import call_restoring, is_restoring
-from .shared_memory import SharedMemory
 from .traced_call import TracedCall
 from .uncaptured import UncapturedCallable
 
@@ -111,7 +113,9 @@ class CapturedCallable:
         self._traced_call = traced_call
         self._number: int = next(_graph_numbers) if full is None else full._number
         self._title = f"{'full ' * is_full}graph {self._number}"
-        self._memory: SharedMemory = SharedMemory(engine, graph.traced.device) if full is None else full._memory
+        self._memory: GraphMemory = (
+            GraphMemory(memory_for(config.pool, engine, graph.traced.device)) if full is None else full._memory
+        )
         self._serving = self._memory.serving  # the call that uses the workspace
         self._use(graph, pieces)
         with _live_lock:
@@ -142,7 +146,7 @@ class CapturedCallable:
         self._warm: dict[Bucket, WarmPieces] = {}  # in order of age
         self._moves: dict[fx.Node, set[int]] = {}
         self._unreplayed = Unreplayed()
-        self._memory.renew()
+        self._memory.renew_own()
         self._set_roles(dict(self._graph.roles))
 
     @property
@@ -363,6 +367,7 @@ class CapturedCallable:
         A call that is running keeps what it uses until it ends.
         """
         self._cache.clear()
+        self._memory.renew()
         self._start_empty()
 
 

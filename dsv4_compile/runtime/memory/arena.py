@@ -47,7 +47,7 @@ def extent_of(tensor: Tensor) -> Tensor:
 
 
 class Arenas:
-    """The arenas of one compiled graph; its lock is that of the graph's captures.
+    """The arenas of a compiled graph, or of several; their lock is that of the captures in them.
 
     Args:
         engine: who allocates.
@@ -60,7 +60,7 @@ class Arenas:
         self._last: Tensor | None = None
 
     def locked_at(self, nbytes: int) -> Tensor:
-        """The one arena, made at the first call and never again, but where some slots have no bound (see `fit`)."""
+        """The one arena; one more where graphs or slots without a bound that share it need more (see `fit`)."""
         if self._last is None or self._last.numel() < nbytes:
             self._last = self._engine.allocate(nbytes, self._device)
         return self._last

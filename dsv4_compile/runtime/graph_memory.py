@@ -9,44 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..analysis.sizes import Sizes
 from ..analysis.slot_placement import place_slots
 from ..graph.partitioned import Slot
-from .engines.base import Engine, Pool
+from .engines.base import Pool
 from .memory.arena import Arenas
+from .memory.call_memory import CallMemory
 from .program.limits import Limits
 
 
-class SharedMemory:
-    """Memory of captured calls, and whose turn it is.
+class GraphMemory:
+    """Memory of the captured calls of one compiled graph, and whose turn it is.
 
     Args:
-        engine: who allocates.
-        device: where.
+        memory: of this graph, or of several that share a `MemoryPool`.
 
     Attributes:
         serving: the call that uses the memory.
-        arenas: of the slots.
-        pool: of temporaries inside of pieces.
     """
 
-    arenas: Arenas
-    pool: Pool
-
-    def __init__(self, engine: Engine, device: torch.device) -> None:
-        self.serving: dict[str, object] = {}
-        self._engine = engine
-        self._device = device
+    def __init__(self, memory: CallMemory) -> None:
+        self._memory = memory
+        self.serving = memory.serving
         self._plans: dict[str, tuple[Sequence[Slot], Limits]] = {}
         self._at_largest: int | None = None
-        self.renew()
+
+    @property
+    def arenas(self) -> Arenas:
+        """Of the slots."""
+        return self._memory.arenas
+
+    @property
+    def pool(self) -> Pool:
+        """Of temporaries inside of pieces."""
+        return self._memory.pool
 
     def renew(self) -> None:
-        """Begin anew; programs that were captured keep what they use."""
-        self.arenas = Arenas(self._engine, self._device)
-        self.pool = self._engine.make_pool()
+        """Let go of it; programs that were captured keep what they use."""
+        self._memory.renew()
+
+    def renew_own(self) -> None:
+        """Let go of it, unless other graphs use it too."""
+        if not self._memory.is_shared:
+            self._memory.renew()
 
     def use_for(self, plan: str, slots: Sequence[Slot], limits: Limits) -> None:
         """Note what a plan has in the arena; the one before it of that name goes."""

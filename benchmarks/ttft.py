@@ -39,7 +39,8 @@ saves little there; what it leaves to launch by hand is the same on a GPU.
 def first_token(runner: ModelRunner) -> int:
     """Let a request arrive, run its prefill, return its only token."""
     request = runner.add_request(list(range(PROMPT)), max_new_tokens=1)
-    return runner.step().new_tokens[request]
+    (token,) = runner.step().new_tokens[request]
+    return token
 
 
 def make_runner(layers: int, device: str, runner: str, options: dict[str, Any] | None) -> ModelRunner:

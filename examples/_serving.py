@@ -102,7 +102,7 @@ def serve_batch(
                 decodes.append(now - begin)
             first |= {request: now - start for request in result.new_tokens if request not in first}
             answers |= result.finished
-            advance(len(result.new_tokens))
+            advance(sum(map(len, result.new_tokens.values())))
     after = dsv4_compile.counters.snapshot()
     return Served(
         answers=[answers[request] for request in ids],

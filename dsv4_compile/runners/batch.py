@@ -1,7 +1,8 @@
 """One step as tensors: flat token lists, slots and block tables of the chunks that run, on the host, not yet padded.
 
 The requests of a step are its rows, in the order of the chunks (decodes first). Rows and block tables always have
-the size of the runner's maximum, so only the token count changes from step to step.
+the size of the runner's maximum, so only the token count changes from step to step. A request may have more rows of the
+flat lists than tokens: the rows after its tokens are padding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from ..models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from .block_allocator import BlockAllocator, BlockGroup
-from .scheduler import Chunk
 
 # The per-token fields of a step and the value that pads them; token ids and positions are padded with an ordinary 0.
 TOKEN_PADDING = {
@@ -52,8 +52,35 @@ def block_groups(config: DeepseekV4Config) -> tuple[BlockGroup, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of one request in a step.
+
+    Attributes:
+        row: the request's row in the block tables.
+        start: position of the first token.
+        tokens: their ids.
+        num_rows: rows of the step; at least as many as tokens, of which what is left over is padding.
+    """
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+    num_rows: int
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def padding(self) -> int:
+        """Rows without a token."""
+        return self.num_rows - len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchBuilder:
-    """Makes the tensors of a step out of its chunks.
+    """Makes the tensors of a step out of its spans.
 
     Attributes:
         config: block sizes and windows.
@@ -65,28 +92,30 @@ class BatchBuilder:
     blocks: BlockAllocator
     max_num_reqs: int
 
-    def build(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+    def build(self, spans: Sequence[Span]) -> dict[str, Tensor]:
         """Every field of a `StepState`, `input_ids` and `positions`, on the host.
 
         Args:
-            chunks: what runs, in row order; at most `max_num_reqs`, with their blocks allocated. None at all makes
+            spans: what runs, in row order; at most `max_num_reqs`, with their blocks allocated. None at all makes
                 a step of no tokens.
 
         Returns:
-            Per-token fields of n = total tokens rows, request fields as `StepState` describes them.
+            Per-token fields of n = total rows, request fields as `StepState` describes them.
         """
-        lengths = [chunk.num_tokens for chunk in chunks]
-        input_ids = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
-        positions = torch.tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)], dtype=torch.int64)
-        rows = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(lengths, dtype=torch.int64))
-        tables = {group: self._tables(group, chunks) for group in ("swa", "compressed", "c4_state", "c128_state")}
+        lengths = [span.num_rows for span in spans]
+        input_ids = [token for span in spans for token in (*span.tokens, *[0] * span.padding)]
+        places = [p for span in spans for p in (*range(span.start, span.end), *[0] * span.padding)]
+        alive = [lives for span in spans for lives in (*[True] * len(span.tokens), *[False] * span.padding)]
+        positions, live = torch.tensor(places, dtype=torch.int64), torch.tensor(alive, dtype=torch.bool)
+        rows = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths, dtype=torch.int64))
+        tables = {group: self._tables(group, spans) for group in ("swa", "compressed", "c4_state", "c128_state")}
         config = self.config
-        return {
+        fields = {
             "input_ids": torch.tensor(input_ids, dtype=torch.int64),
             "positions": positions,
             "token_to_req": rows.to(torch.int32),
             "query_start_loc": self._query_start_loc(lengths),
-            "seq_lens": self._seq_lens(chunks),
+            "seq_lens": self._seq_lens(spans),
             "swa_slot_mapping": _slots(tables["swa"], rows, positions, config.swa_block_size),
             "swa_block_table": tables["swa"],
             "block_table": tables["compressed"],
@@ -97,12 +126,14 @@ class BatchBuilder:
             "c128_state_slot_mapping": _slots(tables["c128_state"], rows, positions, config.c128_state_block_size),
             "c128_state_block_table": tables["c128_state"],
         }
+        padding = {name: torch.where(live, fields[name], value) for name, value in TOKEN_PADDING.items()}
+        return fields | padding
 
-    def _tables(self, group: str, chunks: Sequence[Chunk]) -> Tensor:
-        rows = torch.tensor([chunk.request.row for chunk in chunks], dtype=torch.int64)
+    def _tables(self, group: str, spans: Sequence[Span]) -> Tensor:
+        rows = torch.tensor([span.row for span in spans], dtype=torch.int64)
         table = self.blocks.table(group)
         padded = torch.full((self.max_num_reqs, table.shape[1]), -1, dtype=torch.int32)
-        padded[: len(chunks)] = table[rows]
+        padded[: len(spans)] = table[rows]
         return padded
 
     def _query_start_loc(self, lengths: Sequence[int]) -> Tensor:
@@ -111,9 +142,9 @@ class BatchBuilder:
         starts[len(lengths) + 1 :] = sum(lengths)
         return starts
 
-    def _seq_lens(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _seq_lens(self, spans: Sequence[Span]) -> Tensor:
         seq_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32)
-        seq_lens[: len(chunks)] = torch.tensor([chunk.end for chunk in chunks])
+        seq_lens[: len(spans)] = torch.tensor([span.end for span in spans])
         return seq_lens
 
     def _closing_slots(self, table: Tensor, rows: Tensor, positions: Tensor, kind: LayerKind) -> Tensor:

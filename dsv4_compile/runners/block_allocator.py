@@ -143,6 +143,10 @@ class BlockAllocator:
         for pool in self._pools.values():
             pool.extend(row, num_tokens)
 
+    def covers(self, row: int, num_tokens: int) -> bool:
+        """Whether the row has all blocks up to that of the last of `num_tokens` tokens."""
+        return all(pool.end[row] >= pool.group.end_block(num_tokens) for pool in self._pools.values())
+
     def release_before(self, row: int, position: int) -> None:
         """Give back the blocks that no query at `position` or later reads."""
         for pool in self._pools.values():

@@ -27,6 +27,7 @@ class BoundCaches:
         config: sizes and formats of the caches.
         num_blocks: blocks by group.
         device: where the caches live; None: where the layers are.
+        drafter: may hold more attention layers, or some of the same.
 
     Attributes:
         device: where the caches live.
@@ -42,13 +43,22 @@ class BoundCaches:
         config: DeepseekV4Config,
         num_blocks: Mapping[str, int],
         device: torch.device | str | None,
+        drafter: object = None,
     ) -> None:
-        self._layers = _attention_layers(module)
+        self._layers = [*_attention_layers(module), *_find_layers(drafter)]
         weight = self._layers[0].wq_b.weight
         self.device = weight.device if device is None else torch.device(device)
         counts = cast("Mapping[CacheGroup, int]", num_blocks)
-        self._caches = allocate_caches(config, counts, dtype=weight.dtype, device=self.device)
-        bind_caches(cast("nn.Module", module), self._caches)
+        most = max(config.num_hidden_layers, *(layer.layer_idx + 1 for layer in self._layers))
+        num_layers = min(most, len(config.compress_ratios))  # binding names a layer for which there are none
+        self._caches = allocate_caches(
+            config,
+            counts,
+            dtype=weight.dtype,
+            device=self.device,
+            num_layers=num_layers,
+        )
+        bind_caches(nn.ModuleList(self._layers), self._caches)
 
     def check(self) -> None:
         """Raise RunnerError unless the layers still have these caches."""
@@ -60,11 +70,15 @@ class BoundCaches:
 
 
 def _attention_layers(module: object) -> list[DeepseekV4Attention]:
-    modules = module.modules() if isinstance(module, nn.Module) else ()
-    layers = [layer for layer in modules if isinstance(layer, DeepseekV4Attention)]
+    layers = _find_layers(module)
     if not layers:
         raise RunnerError(
             f"no DeepseekV4Attention layer in {type(module).__name__}; pass the module that holds the layers as "
             "attention=, or swap them in with dsv4_compile.integrations.transformers.swap_attention"
         )
     return layers
+
+
+def _find_layers(module: object) -> list[DeepseekV4Attention]:
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return [layer for layer in modules if isinstance(layer, DeepseekV4Attention)]

@@ -9,6 +9,9 @@ from ..errors import RunnerError
 from ..models.deepseek_v4.config import DeepseekV4Config
 from .block_allocator import BlockGroup
 
+# More is not drafted with one block: each draft after the first is made from guesses alone.
+MOST_DRAFTS = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerLimits:
@@ -20,6 +23,7 @@ class RunnerLimits:
         max_num_batched_tokens: tokens of a step at most.
         max_model_len: tokens of a request at most, answer included.
         buckets: token counts that steps are padded to, ascending.
+        num_draft_tokens: tokens drafted after each one that is known.
 
     Raises:
         RunnerError: a limit that makes no sense, or more than the model was built for.
@@ -30,12 +34,15 @@ class RunnerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     buckets: Sequence[int] = ()
+    num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         config = self.config
         _check("max_num_reqs", self.max_num_reqs, 2, None, "a request dimension of 1 would be specialised")
         tokens = config.max_num_batched_tokens
-        _check("max_num_batched_tokens", self.max_num_batched_tokens, 1, tokens, "rows of the model's top-k buffer")
+        _check("num_draft_tokens", self.num_draft_tokens, 0, MOST_DRAFTS, "")
+        least = 1 + self.num_draft_tokens
+        _check("max_num_batched_tokens", self.max_num_batched_tokens, least, tokens, "rows of the model's top-k buffer")
         positions = config.max_position_embeddings
         _check("max_model_len", self.max_model_len, 2, positions, "the model's max_position_embeddings")
         for bucket in self.buckets:
@@ -60,11 +67,14 @@ class RunnerLimits:
         return counts | dict(given)
 
     def _enough_blocks(self, group: BlockGroup) -> int:
-        """Each request holds its window and the blocks of its chunk, two of them perhaps only in part."""
+        """Each request holds its window and the blocks of its chunk, two of them perhaps only in part.
+
+        Drafts that were rejected leave it with blocks it will need soon, and the drafter writes ahead of the chunk.
+        """
         whole = self.max_num_reqs * group.end_block(self.max_model_len)
         if group.window is None:
             return whole
-        windows = self.max_num_reqs * (group.end_block(group.window - 1) + 2)
+        windows = self.max_num_reqs * (group.end_block(group.window - 1 + 2 * self.num_draft_tokens) + 2)
         return min(whole, windows + group.end_block(self.max_num_batched_tokens))
 
 

@@ -1,7 +1,8 @@
 """The serving loop: requests in, one model call a step, tokens out.
 
 `ModelRunnerV1` and `ModelRunnerV2` share everything but how step tensors are made (see `step_inputs.py`), which is
-what decides how much of a model may be captured. Both sample greedily, from the last token of each request's chunk.
+what decides how much of a model may be captured. Both take the likeliest token, or draw one, after the last token of
+each request's chunk; with a drafter a step has several tokens for a request (see `drafting.py`).
 
 A step either happens or it does not: requests advance only after the model returned, so a call that raises leaves
 every request and its blocks as they were, and the next step runs the same chunks again.
@@ -26,12 +27,14 @@ from ..models.deepseek_v4.step import StepState
 from .batch import BatchBuilder, block_groups
 from .block_allocator import BlockAllocator
 from .bound_caches import BoundCaches
+from .drafting import DraftCounts, Drafter, Drafting, Verified, check_output
 from .limits import RunnerLimits
 from .requests import Request, check_request
+from .sampling import NO_DRAFTS, Choice, Drafts, Sampling, choose
 from .scheduler import Chunk, Scheduler
 from .step_inputs import FreshInputs, InputMaker, ModelInputs, PersistentInputs
 
-Model = Callable[[Tensor, Tensor, StepState], Tensor]
+Model = Callable[[Tensor, Tensor, StepState], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +42,14 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        scheduled: (request id, first position, end position) of every chunk, in row order.
-        new_tokens: the token that each request got, by request id; requests still in their prompt got none.
+        scheduled: (request id, first position, end position) of every chunk, drafts included, in row order.
+        new_tokens: the tokens that each request got, by request id, one without drafts; requests still in their prompt
+            got none and are not here.
         finished: all new tokens of the requests that ended with this step; the runner has forgotten them.
     """
 
     scheduled: tuple[tuple[int, int, int], ...]
-    new_tokens: Mapping[int, int]
+    new_tokens: Mapping[int, tuple[int, ...]]
     finished: Mapping[int, list[int]]
 
 
@@ -53,7 +57,8 @@ class ModelRunner(ABC):
     """What the runners share; use `ModelRunnerV1` or `ModelRunnerV2`.
 
     Args:
-        model: `model(input_ids [T], positions [T], step) -> logits [T, vocab]`, compiled or not.
+        model: `model(input_ids [T], positions [T], step) -> logits [T, vocab]`, compiled or not; or `(logits, streams)`
+            with residual streams [T, n, hidden], which a drafter needs.
         config: the sizes the model was built with.
         max_num_reqs: requests that run at once, at least 2; more than that wait.
         max_num_batched_tokens: tokens of a step at most; longer prompts are prefilled in chunks of it.
@@ -66,6 +71,11 @@ class ModelRunner(ABC):
         attention: the module that holds the attention layers; needed only if `model` is not a module itself.
         kv_cache_dtype, index_cache_dtype: formats of the caches, instead of those of `config`; a model that was built for
             a format takes no other.
+        drafter: `drafter(input_ids [T], positions [T], step, streams [T, n, hidden]) -> (logits, streams)`, compiled or
+            not, such as an `MTPBlock`; where it is a module with attention layers that `attention` has not, they are
+            given caches too.
+        num_draft_tokens: tokens it drafts for each request in a step, 1 or 2; the model verifies them in the next step.
+            Answers are those without a drafter, in fewer steps. 0 without a drafter.
 
     Raises:
         UnsupportedConfigError: no such format.
@@ -87,6 +97,8 @@ class ModelRunner(ABC):
         attention: nn.Module | None = None,
         kv_cache_dtype: str | torch.dtype | None = None,
         index_cache_dtype: str | torch.dtype | None = None,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 0,
     ) -> None:
         self.model = model
         config = config.with_cache_dtypes(kv_cache_dtype, index_cache_dtype)
@@ -96,14 +108,17 @@ class ModelRunner(ABC):
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             buckets=tuple(buckets or ()),
+            num_draft_tokens=num_draft_tokens,
         )
+        _check_drafter(drafter, num_draft_tokens)
         groups = block_groups(config)
         counts = self.limits.count_blocks(groups, num_blocks or {})
         self.blocks = BlockAllocator(groups, counts, max_num_reqs, max_model_len)
-        self._caches = BoundCaches(model if attention is None else attention, config, counts, device)
-        self._scheduler = Scheduler(self.blocks, max_num_reqs, max_num_batched_tokens)
+        self._caches = BoundCaches(model if attention is None else attention, config, counts, device, drafter)
+        self._scheduler = Scheduler(self.blocks, max_num_reqs, max_num_batched_tokens, num_draft_tokens)
         self._builder = BatchBuilder(config, self.blocks, max_num_reqs)
         self._inputs = self._make_inputs(self._caches.device)
+        self._drafting = Drafting(drafter, self.limits, self._builder, self._inputs) if drafter is not None else None
         self._active: dict[int, Request] = {}
         self._ids = count()
 
@@ -116,13 +131,25 @@ class ModelRunner(ABC):
         """Requests that wait or run."""
         return len(self._active)
 
-    def add_request(self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: Iterable[int] = ()) -> int:
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What became of the drafts so far; zeros without a drafter."""
+        return self._drafting.counts if self._drafting else DraftCounts()
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: Iterable[int] = (),
+        sampling: Sampling | None = None,
+    ) -> int:
         """Let a request join; it starts with the next step that has room.
 
         Args:
             prompt: token ids.
             max_new_tokens: how many tokens to generate at most.
             stop_tokens: ids that end the answer early; they are part of it.
+            sampling: how tokens are drawn; None: the likeliest.
 
         Returns:
             The id of the request.
@@ -133,7 +160,7 @@ class ModelRunner(ABC):
         """
         request_id = next(self._ids)
         self._check(f"request {request_id}", prompt, max_new_tokens)
-        request = Request(request_id, list(prompt), len(prompt), max_new_tokens, frozenset(stop_tokens))
+        request = Request(request_id, list(prompt), len(prompt), max_new_tokens, frozenset(stop_tokens), sampling)
         self._active[request_id] = request
         self._scheduler.add(request)
         return request_id
@@ -160,10 +187,25 @@ class ModelRunner(ABC):
         chunks = self._scheduler.schedule()
         if not chunks:
             return StepResult(scheduled=(), new_tokens={}, finished={})
-        inputs = self._prepare(chunks)
-        with _said_of(chunks):
-            logits = self.model(inputs.input_ids, inputs.positions, inputs.step)
-        return self._commit(chunks, _sample(logits, len(inputs.input_ids), chunks))
+        num_rows = [self._scheduler.num_rows(chunk) for chunk in chunks]
+        logits, streams = self._run(chunks, num_rows)
+        verified = _verify(chunks, num_rows, logits)
+        drafts = self._drafting.draft(verified, num_rows, streams) if self._drafting and streams is not None else {}
+        return self._commit(verified, drafts)
+
+    @torch.no_grad()
+    def run_padding(self, num_tokens: int) -> None:
+        """Call the model, and after it the drafter if there is one, on a step in which every row is padding.
+
+        `dsv4_compile.capture(runner.run_padding, lambda size: (size,), sizes)` warms up and captures both.
+
+        Raises:
+            RunnerError: a step never has so many tokens.
+        """
+        inputs = self.padding_inputs(num_tokens)
+        streams = self._call_model(inputs, num_tokens)[1]
+        if self._drafting and streams is not None:
+            self._drafting.pad(num_tokens, streams)
 
     def padding_inputs(self, num_tokens: int) -> ModelInputs:
         """Inputs of a step in which every row is padding: it writes no cache, so it can warm up or capture a model.
@@ -191,14 +233,16 @@ class ModelRunner(ABC):
         max_new_tokens: int,
         progress: bool | None = None,
         stop_tokens: Iterable[int] = (),
+        sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """Answer all prompts greedily.
+        """Answer all prompts.
 
         Args:
             prompts: token ids, one sequence a prompt.
             max_new_tokens: how many tokens to generate for each at most.
             progress: show a bar or not; None: on a terminal.
             stop_tokens: ids that end an answer early; they are part of it.
+            sampling: how tokens are drawn, for all prompts alike; None: the likeliest.
 
         Returns:
             The new tokens of each prompt.
@@ -212,14 +256,14 @@ class ModelRunner(ABC):
         stop_tokens = frozenset(stop_tokens)
         for index, prompt in enumerate(prompts):
             self._check(f"prompt {index}", prompt, max_new_tokens)
-        ids = [self.add_request(prompt, max_new_tokens, stop_tokens) for prompt in prompts]
+        ids = [self.add_request(prompt, max_new_tokens, stop_tokens, sampling) for prompt in prompts]
         answers: dict[int, list[int]] = {}
         try:
             with progress_bar(len(ids) * max_new_tokens, "tok", progress) as advance:
                 while self._active:
                     result = self.step()
                     answers.update(result.finished)
-                    advance(len(result.new_tokens))
+                    advance(sum(map(len, result.new_tokens.values())))
         finally:
             for request_id in tuple(self._active):
                 self.cancel_request(request_id)
@@ -234,22 +278,38 @@ class ModelRunner(ABC):
         if reason := self.blocks.shortage(len(prompt) + max_new_tokens - 1):
             raise OutOfBlocksError(f"{name} needs {reason}; build the runner with more num_blocks or ask for less")
 
-    def _prepare(self, chunks: Sequence[Chunk]) -> ModelInputs:
-        host = self._builder.build(chunks)
-        return self._inputs.make(host, self.limits.padded(len(host["input_ids"])))
+    def _run(self, chunks: Sequence[Chunk], num_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        host = self._builder.build([chunk.span(rows) for chunk, rows in zip(chunks, num_rows, strict=True)])
+        num_tokens = self.limits.padded(len(host["input_ids"]))
+        inputs = self._inputs.make(host, num_tokens)
+        with _said_of(num_rows, self._scheduler.least_rows):
+            return self._call_model(inputs, num_tokens)
 
-    def _commit(self, chunks: Sequence[Chunk], tokens: Mapping[int, int]) -> StepResult:
-        finished = {}
-        for chunk in chunks:
-            self._scheduler.commit(chunk)
-            request = chunk.request
-            if request.id in tokens:
-                request.tokens.append(tokens[request.id])
+    def _call_model(self, inputs: ModelInputs, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+        output = self.model(inputs.input_ids, inputs.positions, inputs.step)
+        logits, streams = check_output(output, num_tokens, "model")
+        if self._drafting and streams is None:
+            raise RunnerError(
+                "the model returned logits alone, and a drafter needs the streams beside them: load the checkpoint "
+                "with mtp=True, or leave out the drafter"
+            )
+        return logits, streams
+
+    def _commit(self, verified: Sequence[Verified], drafts: Mapping[int, Drafts]) -> StepResult:
+        finished, new_tokens = {}, {}
+        for one in verified:
+            self._scheduler.commit(one.chunk, one.num_rejected)
+            request = one.request
+            if one.tokens:
+                new_tokens[request.id] = request.extend(one.tokens)
+                request.drafts = drafts.get(request.id, NO_DRAFTS)
+            if self._drafting:
+                self._drafting.count(one)
             if request.is_finished:
                 finished[request.id] = request.new_tokens
                 self.cancel_request(request.id)
-        scheduled = tuple((chunk.request.id, chunk.start, chunk.end) for chunk in chunks)
-        return StepResult(scheduled=scheduled, new_tokens=tokens, finished=finished)
+        scheduled = tuple((one.request.id, one.chunk.start, one.chunk.end) for one in verified)
+        return StepResult(scheduled=scheduled, new_tokens=new_tokens, finished=finished)
 
 
 class ModelRunnerV1(ModelRunner):
@@ -266,16 +326,30 @@ class ModelRunnerV2(ModelRunner):
         return PersistentInputs(self._builder.build(()), self.limits.max_num_batched_tokens, device)
 
 
-def _said_of(chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
-    """Says that a step is uniform decode; a prompt, or the rest of one, of a single token is no different to an op."""
-    return uniform_decode() if all(chunk.num_tokens == 1 for chunk in chunks) else nullcontext()
+def _said_of(num_rows: Sequence[int], most: int) -> AbstractContextManager[None]:
+    """Says that a step is uniform decode: of a prompt, or the rest of one, so many tokens are no different to an op."""
+    is_uniform = len(set(num_rows)) == 1 and num_rows[0] <= most
+    return uniform_decode(num_rows[0]) if is_uniform else nullcontext()
 
 
-def _sample(logits: Tensor, num_rows: int, chunks: Sequence[Chunk]) -> dict[int, int]:
-    """The likeliest next token of each request whose chunk is its last, by request id."""
-    if logits.dim() != 2 or len(logits) != num_rows:
-        raise RunnerError(f"the model returned logits of shape {tuple(logits.shape)} for {num_rows} tokens")
-    ends = accumulate(chunk.num_tokens for chunk in chunks)
-    last = {chunk.request.id: end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last}
-    rows = torch.tensor(list(last.values()), dtype=torch.int64, device=logits.device)
-    return dict(zip(last, logits[rows].argmax(dim=-1).tolist(), strict=True))
+def _verify(chunks: Sequence[Chunk], num_rows: Sequence[int], logits: Tensor) -> list[Verified]:
+    """The new tokens of each request whose chunk is its last."""
+    starts = accumulate(num_rows, initial=0)
+    choices = {}
+    for start, chunk in zip(starts, chunks, strict=False):
+        if chunk.is_last:
+            request, drafts = chunk.request, chunk.drafts
+            row = start + chunk.num_tokens - len(drafts.tokens) - 1
+            choices[request.id] = Choice(request.sampling, len(request.tokens), row, drafts)
+    tokens = dict(zip(choices, choose(logits, list(choices.values())), strict=True))
+    return [Verified(chunk, tokens.get(chunk.request.id, ())) for chunk in chunks]
+
+
+def _check_drafter(drafter: object, num_draft_tokens: int) -> None:
+    if (drafter is None) != (num_draft_tokens == 0):
+        raise RunnerError(
+            f"num_draft_tokens is {num_draft_tokens} and drafter is {'None' if drafter is None else 'given'}: give "
+            "both a drafter and how many tokens it drafts, or neither"
+        )
+    if drafter is not None and not callable(drafter):
+        raise RunnerError(f"drafter is a {type(drafter).__name__}; it must be callable, such as an MTPBlock")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
+from .sampling import NO_DRAFTS, Drafts, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -18,8 +19,10 @@ class Request:
         prompt_len: how many of them are the prompt.
         max_new_tokens: when to stop.
         stop_tokens: ids that end the request (they are part of the answer).
+        sampling: how its tokens are drawn; None: the likeliest.
         num_computed: how many leading tokens are in the caches.
         row: its row in the block tables, None while it waits.
+        drafts: tokens that may follow, to be verified in its next step; none while it has more than one to compute.
     """
 
     id: int
@@ -27,8 +30,10 @@ class Request:
     prompt_len: int
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    sampling: Sampling | None = None
     num_computed: int = 0
     row: int | None = None
+    drafts: Drafts = NO_DRAFTS
 
     @property
     def remaining(self) -> int:
@@ -39,6 +44,19 @@ class Request:
     def new_tokens(self) -> list[int]:
         """What was generated so far."""
         return self.tokens[self.prompt_len :]
+
+    @property
+    def missing(self) -> int:
+        """How many tokens it may still get."""
+        return self.prompt_len + self.max_new_tokens - len(self.tokens)
+
+    def extend(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Add tokens to the answer, up to where it is finished; those that were added."""
+        before = len(self.tokens)
+        for token in tokens:
+            if not self.is_finished:
+                self.tokens.append(token)
+        return tuple(self.tokens[before:])
 
     @property
     def is_finished(self) -> bool:

@@ -9,6 +9,10 @@ When the blocks run out, the youngest running request is *preempted*: it gives b
 it recomputes the tokens it has, those it generated included, and goes on. No request fails in the middle of its
 answer, and the earliest one can always advance, because a request that a whole pool cannot hold was refused when it
 was added. A waiting request joins only when its whole chunk fits, or when nothing else runs.
+
+With drafts a request that decodes runs its last token and the drafts after it. Drafts take blocks only where some are
+free, and preempt nobody. So that batches are uniform, every chunk has at least `1 + num_draft_tokens` rows of the step,
+padding where it has fewer tokens, and rows are what the budget counts.
 """
 
 from __future__ import annotations
@@ -16,17 +20,26 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from .batch import Span
 from .block_allocator import BlockAllocator
 from .requests import Request
+from .sampling import NO_DRAFTS, Drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens [start, end) of a request, which run in one step."""
+    """The tokens [start, end) of a request, which run in one step.
+
+    Attributes:
+        request: whose tokens.
+        start, end: positions; what comes after the known tokens are drafts.
+        drafts: of which the last `end - len(request.tokens)` tokens are.
+    """
 
     request: Request
     start: int
     end: int
+    drafts: Drafts = NO_DRAFTS
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +49,17 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         """Whether the next token of the request comes out of this chunk."""
-        return self.end == len(self.request.tokens)
+        return self.end == len(self.request.tokens) + len(self.drafts.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids from `start` to `end`."""
+        return [*self.request.tokens[self.start : self.end], *self.drafts.tokens]
+
+    def span(self, num_rows: int | None = None) -> Span:
+        """The tokens as a batch has them; None: as many rows as there are tokens."""
+        assert self.request.row is not None
+        return Span(self.request.row, self.start, self.tokens, self.num_tokens if num_rows is None else num_rows)
 
 
 @dataclass(slots=True)
@@ -47,11 +70,13 @@ class Scheduler:
         blocks: the allocator; requests hold rows of it while they run.
         max_num_reqs: how many requests run at once; not more than the allocator has rows.
         max_num_batched_tokens: the budget of a step.
+        num_draft_tokens: how many tokens are drafted after each one that is known.
     """
 
     blocks: BlockAllocator
     max_num_reqs: int
     max_num_batched_tokens: int
+    num_draft_tokens: int = 0
     _waiting: list[Request] = field(default_factory=list, init=False)
     _running: list[Request] = field(default_factory=list, init=False)
 
@@ -74,14 +99,25 @@ class Scheduler:
             self._continue(request, plan)
         if len(self._running) == num_running:  # else a preempted request would come back at once
             self._admit(plan)
-        return tuple(sorted(plan, key=lambda chunk: chunk.num_tokens > 1))
+        for chunk in plan:
+            self._make_room_for_drafting(chunk)
+        return tuple(sorted(plan, key=lambda chunk: chunk.num_tokens > self.least_rows))
 
-    def commit(self, chunk: Chunk) -> None:
-        """Record that a chunk is computed; blocks that fell out of every window go back."""
-        request = chunk.request
+    @property
+    def least_rows(self) -> int:
+        """Rows that a chunk has in a step at least."""
+        return 1 + self.num_draft_tokens
+
+    def num_rows(self, chunk: Chunk) -> int:
+        """Rows that a chunk has in its step."""
+        return max(chunk.num_tokens, self.least_rows)
+
+    def commit(self, chunk: Chunk, num_rejected: int = 0) -> None:
+        """Record what is computed of a chunk: all but rejected drafts; blocks that left every window go back."""
+        request, end = chunk.request, chunk.end - num_rejected
         assert request.row is not None
-        request.num_computed = chunk.end
-        self.blocks.release_before(request.row, chunk.end)
+        request.num_computed = end
+        self.blocks.release_before(request.row, end)
 
     def _continue(self, request: Request, plan: list[Chunk]) -> None:
         while request.row is not None and (wanted := self._wanted(request, plan)):
@@ -105,17 +141,27 @@ class Scheduler:
             self._grant(request, fit, plan)
 
     def _wanted(self, request: Request, plan: list[Chunk]) -> int:
-        return min(request.remaining, self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in plan))
+        left = self.max_num_batched_tokens - sum(map(self.num_rows, plan))
+        return 0 if left < self.least_rows else min(request.remaining + len(request.drafts.tokens), left)
 
     def _grant(self, request: Request, num_tokens: int, plan: list[Chunk]) -> None:
         assert request.row is not None
         end = request.num_computed + num_tokens
         self.blocks.extend(request.row, end)
-        plan.append(Chunk(request, request.num_computed, end))
+        drafts = request.drafts.first(max(end - len(request.tokens), 0))
+        plan.append(Chunk(request, request.num_computed, end, drafts))
+
+    def _make_room_for_drafting(self, chunk: Chunk) -> None:
+        """Blocks, if there are any, for what the drafter writes after the chunk: all drafts but the last."""
+        row, most = chunk.request.row, chunk.request.prompt_len + chunk.request.max_new_tokens
+        wanted = min(chunk.end + self.num_draft_tokens - 1, most) - chunk.end
+        if chunk.is_last and row is not None and wanted > 0:
+            self.blocks.extend(row, chunk.end + self.blocks.tokens_that_fit(row, chunk.end, wanted))
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
         request.num_computed = 0
+        request.drafts = NO_DRAFTS
         self.add(request)
 
     def _release(self, request: Request) -> None:

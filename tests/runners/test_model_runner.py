@@ -92,7 +92,8 @@ def test_the_fields_of_a_step_say_what_the_block_tables_say() -> None:
     chunks = (Chunk(decode, 19, 20), Chunk(prefill, 120, 140))
     for chunk in chunks:
         blocks.extend(chunk.request.row, chunk.end)
-    fields = {name: value.tolist() for name, value in BatchBuilder(config, blocks, 3).build(chunks).items()}
+    host = BatchBuilder(config, blocks, 3).build([chunk.span() for chunk in chunks])
+    fields = {name: value.tolist() for name, value in host.items()}
 
     tokens = [(chunk.request, p) for chunk in chunks for p in range(chunk.start, chunk.end)]
     assert fields["input_ids"] == [request.tokens[p] for request, p in tokens]

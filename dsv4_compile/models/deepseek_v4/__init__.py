@@ -14,6 +14,7 @@ from .compressor import Compressor as Compressor
 from .config import DeepseekV4Config as DeepseekV4Config
 from .config import LayerKind as LayerKind
 from .indexer import Indexer as Indexer
+from .mtp import MTPBlock as MTPBlock
 from .norm import RMSNorm as RMSNorm
 from .rope import RotaryTable as RotaryTable
 from .rope import build_cos_sin as build_cos_sin

@@ -139,6 +139,7 @@ def allocate_caches(
     device: torch.device | str | None = None,
     kv_cache_dtype: str | torch.dtype | None = None,
     index_cache_dtype: str | torch.dtype | None = None,
+    num_layers: int | None = None,
 ) -> list[LayerCaches]:
     """Allocate zeroed caches for every layer.
 
@@ -148,6 +149,7 @@ def allocate_caches(
         dtype: dtype of the model, for `kv_cache_dtype="auto"`.
         device: device of the caches.
         kv_cache_dtype, index_cache_dtype: as of the configuration, whose own they replace.
+        num_layers: how many layers; None: those of the model, without an MTP block, whose layer comes after them.
 
     Raises:
         ValueError: a group is missing from `num_blocks` or unknown.
@@ -160,7 +162,7 @@ def allocate_caches(
     def allocate(spec: CacheSpec) -> Tensor:
         return _zero_pages(spec, num_blocks[spec.group], dtype, device)
 
-    kinds = map(config.kind, range(config.num_hidden_layers))
+    kinds = map(config.kind, range(config.num_hidden_layers if num_layers is None else num_layers))
     return [LayerCaches(**{s.name: allocate(s) for s in layer_cache_specs(config, kind)}) for kind in kinds]
 
 

@@ -22,7 +22,8 @@ class StepState:
 
     Attributes:
         token_to_req: [T] int32, the request row of each token, -1 for padding.
-        query_start_loc: [B + 1] int32, where each request's tokens start; unused rows repeat the end.
+        query_start_loc: [B + 1] int32, where each request's rows start; unused rows repeat the end. A request may have
+            fewer tokens than rows: those after its tokens are padding.
         seq_lens: [B] int32, length of each request including this step's tokens, 0 if unused.
         swa_slot_mapping: [T] int64, slots of the sliding-window cache.
         swa_block_table: [B, n] int32, blocks of `swa_block_size` tokens; -1 where freed or not allocated.

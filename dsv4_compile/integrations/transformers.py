@@ -8,6 +8,9 @@ The step state travels as a keyword argument through transformers' own forward, 
 as graph inputs. transformers' mask and cache are switched off: causality is in the step state, history in the paged
 caches. To compile without graph breaks choose `experts_implementation="grouped_mm"` (transformers' default) or
 "batched_mm"; "eager" looks at the routing on the host.
+
+A checkpoint's MTP block, which transformers ignores, is loaded with `mtp=True` (see transformers_mtp.py). The swapped
+model then has it as `drafter`, and returns the residual streams it drafts from beside the logits.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,10 +31,12 @@ from ..errors import UnsupportedConfigError
 from ..models.deepseek_v4.attention import DeepseekV4Attention
 from ..models.deepseek_v4.checks import Values
 from ..models.deepseek_v4.compressor import Compressor
-from ..models.deepseek_v4.config import DeepseekV4Config, config_values
+from ..models.deepseek_v4.config import DeepseekV4Config, LayerKind, config_values
 from ..models.deepseek_v4.indexer import Indexer
+from ..models.deepseek_v4.mtp import MTPBlock
 from ..models.deepseek_v4.shared import SharedBuffers
 from ..models.deepseek_v4.step import StepState
+from .transformers_mtp import WithMTP, check_mtp_config, check_mtp_loaded, mtp_block
 
 Module = TypeVar("Module", bound=nn.Module)
 Theirs: TypeAlias = Any  # a module of transformers, whose attributes have no types for us
@@ -60,24 +66,48 @@ class SwappedModel(nn.Module):
     Attributes:
         config: sizes of the attention layers; what a runner needs.
         language_model: the `DeepseekV4ForCausalLM` with swapped layers.
+        drafter: None; see `SwappedModelWithMTP`.
     """
+
+    drafter: MTPBlock | None
 
     def __init__(self, language_model: nn.Module, config: DeepseekV4Config) -> None:
         super().__init__()
         self.config = config
         self.language_model = language_model
+        self.drafter = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepState) -> Tensor:
         """Logits [T, vocab] of input_ids [T] int64 at positions [T] int64."""
-        output = self.language_model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            attention_mask=_NO_MASK,
-            use_cache=False,
-            step=step,
-        )
+        output = self.language_model(**_arguments(input_ids, positions, step))
         logits: Tensor = output.logits
         return logits.squeeze(0)
+
+
+class SwappedModelWithMTP(SwappedModel):
+    """A `SwappedModel` whose MTP block drafts for it.
+
+    Attributes:
+        language_model: as there, but that the streams are not made one: this class does so with `head` and `norm`.
+        drafter: the block, on the model's embedding and language-model head.
+    """
+
+    drafter: MTPBlock
+
+    def __init__(self, language_model: Theirs, config: DeepseekV4Config, drafter: MTPBlock) -> None:
+        super().__init__(language_model, config)
+        inner = language_model.model = _copy_module(language_model.model)
+        self.head, self.norm, self.lm_head = inner.hc_head, inner.norm, language_model.lm_head
+        inner.hc_head, inner.norm = nn.Identity(), nn.Identity()
+        self.drafter = drafter
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepState) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Logits [T, vocab] and streams [T, n, hidden] of input_ids [T] int64 at positions [T] int64."""
+        inner: Theirs = self.language_model.model
+        output = inner(**_arguments(input_ids, positions, step))
+        streams: Tensor = output.last_hidden_state
+        logits: Tensor = self.lm_head(self.norm(self.head(streams)))
+        return logits.squeeze(0), streams.squeeze(0)
 
 
 def load(
@@ -86,19 +116,20 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     experts_implementation: str | None = None,
+    mtp: bool = False,
     **overrides: object,
 ) -> SwappedModel:
     """Load a checkpoint folder through transformers and swap the attention.
 
     Args:
-        path, dtype, device, experts_implementation: as in `load_original`.
+        path, dtype, device, experts_implementation, mtp: as in `load_original`.
         overrides: fields of our `DeepseekV4Config`, for example `max_position_embeddings` for shorter RoPE tables.
 
     Raises:
         FileNotFoundError, UnsupportedConfigError: as in `load_original` and `swap_attention`.
     """
     DeepseekV4Config.from_hf(_read_config(Path(path)), **overrides)  # before the weights, which may take minutes
-    model = load_original(path, dtype=dtype, device=device, experts_implementation=experts_implementation)
+    model = load_original(path, dtype=dtype, device=device, experts_implementation=experts_implementation, mtp=mtp)
     return swap_attention(model, **overrides)
 
 
@@ -108,6 +139,7 @@ def load_original(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     experts_implementation: str | None = None,
+    mtp: bool = False,
 ) -> DeepseekV4ForCausalLM:
     """Load a checkpoint folder as transformers does, but without its silent repairs.
 
@@ -119,20 +151,24 @@ def load_original(
         dtype: of the weights; None: as the checkpoint says.
         device: where the model goes; None: the CPU.
         experts_implementation: transformers' option of that name; None: its default.
+        mtp: load the checkpoint's MTP block too; `swap_attention` makes a drafter of it.
 
     Raises:
         FileNotFoundError: no such folder, or it has no config.json.
         UnsupportedConfigError: another architecture, a configuration we cannot serve, or weights that are missing or
-            have other sizes than the configuration says.
+            have other sizes than the configuration says; with `mtp`, those of its MTP block as well.
     """
     folder = Path(path)
-    DeepseekV4Config.from_hf(_read_config(folder))
+    values = _read_config(folder)
+    num_layers = DeepseekV4Config.from_hf(values).num_hidden_layers
+    if mtp:
+        check_mtp_config(folder / "config.json", values, num_layers)
     config = _config_of_transformers(folder)
     if isinstance(quantisation := getattr(config, "quantization_config", None), Mapping):
         config.quantization_config = {**quantisation, "dequantize": True}
     if experts_implementation is not None:
         config._experts_implementation = experts_implementation
-    model, report = DeepseekV4ForCausalLM.from_pretrained(
+    model, report = (WithMTP if mtp else DeepseekV4ForCausalLM).from_pretrained(
         folder,
         config=config,
         dtype=dtype or "auto",
@@ -140,6 +176,8 @@ def load_original(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are reported then, and refused below
     )
+    if mtp:
+        check_mtp_loaded(folder, report["missing_keys"], model.state_dict())
     _check_loaded(folder, report)
     return model.to(device)
 
@@ -154,7 +192,8 @@ def swap_attention(model: nn.Module, **overrides: object) -> SwappedModel:
         overrides: fields of our `DeepseekV4Config`.
 
     Returns:
-        A model for the runners; `model` itself works on as before, on the same storage.
+        A model for the runners, a `SwappedModelWithMTP` if the model was loaded with its MTP block; `model` itself
+        works on as before, on the same storage.
 
     Raises:
         UnsupportedConfigError: another architecture, quantised or offloaded weights, or a configuration we cannot
@@ -163,12 +202,29 @@ def swap_attention(model: nn.Module, **overrides: object) -> SwappedModel:
     if not isinstance(model, DeepseekV4ForCausalLM):
         raise UnsupportedConfigError(f"swap_attention takes a DeepseekV4ForCausalLM, not a {type(model).__name__}")
     config = DeepseekV4Config.from_hf(model.config, **overrides)
+    if isinstance(model, WithMTP):
+        ratios = config.compress_ratios[: config.num_hidden_layers]
+        config = replace(config, compress_ratios=(*ratios, LayerKind.SWA.value))
     _check_plain(model)
     shared = SharedBuffers(config, device=model.lm_head.weight.device)
     swapped = _copy_module(model)
     swapped.model = _copy_module(model.model)
     swapped.model.layers = nn.ModuleList(_swap_layer(layer, config, shared) for layer in model.model.layers)
-    return SwappedModel(swapped, config)
+    if not isinstance(model, WithMTP):
+        return SwappedModel(swapped, config)
+    del swapped.mtp  # it is there as what it drafts with
+    return SwappedModelWithMTP(swapped, config, mtp_block(model, _swap_layer(model.mtp[0], config, shared)))
+
+
+def _arguments(input_ids: Tensor, positions: Tensor, step: StepState) -> dict[str, Any]:
+    """What transformers is called with: a batch of one flat sequence, without mask and cache."""
+    return {
+        "input_ids": input_ids.unsqueeze(0),
+        "position_ids": positions.unsqueeze(0),
+        "attention_mask": _NO_MASK,
+        "use_cache": False,
+        "step": step,
+    }
 
 
 def _read_config(folder: Path) -> Values:

@@ -1,7 +1,7 @@
 """The compressor: pools blocks of tokens into one entry each, for the main cache and for the indexer's keys.
 
-The states that it pools are kept one row a token, at the token's position, and there is no running sum: a token that was
-computed in vain (a rejected draft) leaves nothing behind once its position is computed again.
+The states that it pools are kept one row a token, at the token's position, and there is no running sum: a token that
+was computed in vain (a rejected draft) leaves nothing behind once its position is computed again.
 """
 
 from __future__ import annotations

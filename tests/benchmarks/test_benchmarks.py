@@ -16,13 +16,11 @@ from benchmarks import __main__ as runner
 from benchmarks import (
     compile_once,
     compile_time,
-    device_check,
     dispatch,
     import_time,
     memory,
     plan_time,
     region,
-    streams,
     ttft,
 )
 from benchmarks.compile_time import Case
@@ -68,13 +66,6 @@ def test_dispatch_says_which_peer_takes_less() -> None:
     aim = "Aim: no peer takes less, beside eager, than `ours` (0.70): "
     assert dispatch.verdict(ratios, "ours") == f"{aim}not met by vLLM (0.65)."
     assert dispatch.verdict({"torch.compile": 0.9, "ours": 0.7}, "ours") == f"{aim}met."
-
-
-@pytest.mark.exhaustive
-def test_streams() -> None:
-    (table,) = tables(streams.run(QUICK))
-    assert column(table, "side streams") == ["0", "1", "3"]
-    assert column(table, "of none")[0] == "1.00"
 
 
 @pytest.mark.exhaustive
@@ -166,18 +157,6 @@ def test_plan_time() -> None:
 
 def test_import_time() -> None:
     assert import_time.seconds_to_import("json") > 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_device_check_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert device_check.main([]) == 0
-    assert capsys.readouterr().out == "no GPU\n"
-
-
-def test_device_check_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        device_check.main(["--quick"])
-    assert capsys.readouterr().err == "error: unrecognized arguments: --quick\n"
 
 
 def test_table_is_padded_and_figures_stand_to_the_right() -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import device_check
-from benchmarks.sections import Section, Setting
 from dsv4_compile.errors import CaptureError
 from dsv4_compile.runtime.engines.cuda.engine import CudaEngine
 
@@ -496,26 +494,3 @@ def test_a_workspace_that_cublas_has_no_memory_for_is_tried_again(
         allocators.is_full = True
         call(lambda: None)
     assert allocators.emptied == 2
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_benchmark_that_fails_does_not_keep_the_next_from_running(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def first(setting: Setting) -> Section:
-        if fails:
-            raise RuntimeError("on purpose")
-        return Section(title="First", parts=())
-
-    second = SimpleNamespace(run=lambda setting: Section(title="Second", parts=(setting.device,)))
-    modules = {"benchmarks.first": SimpleNamespace(run=first), "benchmarks.second": second}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(device_check, "run_contract_tests", lambda: True)
-    monkeypatch.setattr(device_check, "describe", lambda started: "the machine")
-    monkeypatch.setattr(device_check, "BENCHMARKS", ("first", "second"))
-    monkeypatch.setattr(device_check, "import_module", modules.__getitem__)
-    assert device_check.main([]) == int(fails)
-    printed = capsys.readouterr().out
-    assert ("RuntimeError: on purpose" in printed) == fails
-    assert printed.endswith("## Second\n\ncuda\n\nthe machine\n")

@@ -1,0 +1,1 @@
+"""One file a section; each has a `run` that is given a `Bench`."""

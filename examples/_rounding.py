@@ -1,8 +1,8 @@
 """What transformers answers if its caches hold rounded numbers: what the packed cache formats are compared with.
 
 Written from the formulae and without the ops of this package: nothing is packed, each number is put on the grid of its
-format where transformers would store it, and goes on as a float. A scale is s = 2^ceil(log2(max(amax, floor) / largest))
-for each group of neighbours, and a value becomes round(x / s) * s.
+format where transformers would store it, and goes on as a float. A scale is
+s = 2^ceil(log2(max(amax, floor) / largest)) for each group of neighbours, and a value becomes round(x / s) * s.
 
     with rounded_caches("fp8_ds_mla", "mxfp4", rope_dims=64):
         original.generate(...)
@@ -20,16 +20,20 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
+_NOT_ROUNDED = ("auto", "float32")
+
 
 @contextmanager
 def rounded_caches(kv: str, index: str, rope_dims: int) -> Iterator[None]:
     """A block in which transformers' DeepSeek V4 rounds as caches of these formats do.
 
     Args:
-        kv: "auto" (nothing is rounded), "bf16" or "fp8_ds_mla": keys and values, raw and compressed.
-        index: "auto", "bf16", "fp8" or "mxfp4": keys of the indexer, and in the last two its queries.
+        kv: "auto" or "float32" (nothing is rounded), "bf16" or "fp8_ds_mla": keys and values, raw and compressed.
+        index: "auto" (as kv, unless that is packed), "float32", "bf16", "fp8" or "mxfp4": keys of the indexer, and in
+            the last two its queries.
         rope_dims: the last dims of a key, which "fp8_ds_mla" keeps in bf16.
     """
+    index = kv if index == "auto" and kv == "bf16" else index
     entry = {"compressor": lambda x: round_kv(x, kv, rope_dims), "indexer": lambda x: round_index(x, index)}
     append, score = theirs.DeepseekV4HCACache.update_compressor_states, theirs.DeepseekV4IndexerScorer.forward
 
@@ -51,7 +55,7 @@ def rounded_caches(kv: str, index: str, rope_dims: int) -> Iterator[None]:
 
 def round_kv(x: Tensor, cache_format: str, rope_dims: int) -> Tensor:
     """A key [..., width] as the cache would give it back."""
-    if cache_format == "auto":
+    if cache_format in _NOT_ROUNDED:
         return x
     kept = x.to(torch.bfloat16)
     if cache_format == "fp8_ds_mla":
@@ -62,7 +66,7 @@ def round_kv(x: Tensor, cache_format: str, rope_dims: int) -> Tensor:
 
 def round_index(x: Tensor, cache_format: str) -> Tensor:
     """A key or query of the indexer [..., width], as it enters the score."""
-    if cache_format == "auto":
+    if cache_format in _NOT_ROUNDED:
         return x
     kept = x.to(torch.bfloat16)
     if cache_format == "fp8":

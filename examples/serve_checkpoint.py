@@ -2,11 +2,13 @@
 
 Without `--model` it makes a small random checkpoint once, in a cache folder and in the standard format; with random
 weights the answers mean nothing, but they must be the same. Four requests run at once, a fifth joins when one leaves,
-and a long prompt is prefilled in chunks while others decode already. The exit code says whether every configuration
-gave the tokens of transformers' own `generate`.
+and a long prompt is prefilled in chunks while others decode already. A last row serves from packed 8-bit caches. The
+exit code says whether every configuration gave the tokens of transformers' own `generate`, which for packed caches
+rounds its own alike.
 
     python examples/serve_checkpoint.py --tokens 8 --runner mrv1
     python examples/serve_checkpoint.py --model path/to/DeepSeek-V4 --device cuda
+    python examples/serve_checkpoint.py --kv-cache-dtype fp8_ds_mla --index-cache-dtype mxfp4
     python examples/serve_checkpoint.py --region narrow --trace step.json    # then open it in ui.perfetto.dev
 """
 
@@ -16,12 +18,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from _rounding import rounded_caches
 from _serving import (
     Served,
     load_tokenizer,
@@ -42,6 +45,8 @@ from dsv4_compile.inspect.arguments import OneLineParser
 from dsv4_compile.inspect.plan import Plan
 from dsv4_compile.integrations.transformers import SwappedModel, load_original, swap_attention
 from dsv4_compile.log import pluralize
+from dsv4_compile.models.deepseek_v4 import DeepseekV4Config
+from dsv4_compile.models.deepseek_v4.cache_dtypes import INDEX_WORDS, KV_WORDS
 from dsv4_compile.runners import ModelInputs, ModelRunner, ModelRunnerV1, ModelRunnerV2
 
 RUNNERS: dict[str, type[ModelRunner]] = {"mrv1": ModelRunnerV1, "mrv2": ModelRunnerV2}
@@ -49,6 +54,8 @@ CONFIGURATIONS = (("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow"))
 REGIONS = ("wide", "minimal", "narrow")
 # In bfloat16 the order of a sum, which depends on the batch, can change which token is the likeliest.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "checkpoint": None}
+AS_THE_MODEL = ("auto", "auto")  # formats of keys and values, and of the indexer's keys
+PACKED = ("fp8_ds_mla", "fp8")
 CHUNK = 64  # tokens of a step at most
 BATCH_SIZES = (2, 4, 16, 64)  # what steps are padded to; each is captured
 PROMPTS = (
@@ -62,10 +69,12 @@ PROMPTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the table: a configuration, what it served, and for a compiled one its plan and set-up time."""
+    """One line of the table: a configuration, what it served from caches of which formats, and for a compiled one its
+    plan and set-up time."""
 
     name: str
     served: Served
+    formats: tuple[str, str]
     plan: Plan | None = None
     capture_s: float | None = None
 
@@ -99,7 +108,8 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     texts = options.prompt or PROMPTS
     prompts = [tokenizer.encode(text) for text in texts]
-    serving = Serving(original, prompts, options.tokens)
+    formats = (options.kv_cache_dtype, options.index_cache_dtype)
+    serving = Serving(original, prompts, options.tokens, formats)
     layers = pluralize(original.config.num_hidden_layers, "layer")
     print(f"checkpoint {folder}: {layers}, {original.dtype}, {options.device}", flush=True)
     rows = [serving.eager()]
@@ -109,13 +119,20 @@ def run(options: argparse.Namespace) -> int:
         print(f"{runner} {region}: planning, compiling, capturing batches of {sizes} tokens", flush=True)
         is_last = (runner, region) == configurations[-1]
         rows.append(serving.compiled(runner, region, trace=options.trace if is_last else None))
-    expected = [reference(original, prompt, options.tokens) for prompt in prompts]
+    traced = rows[-1].name
+    if formats == AS_THE_MODEL and not (options.runner or options.region):
+        print(f"mrv2 narrow once more, with {' and '.join(PACKED)} caches", flush=True)
+        rows.append(Serving(original, prompts, options.tokens, PACKED).compiled("mrv2", "narrow", trace=None))
+    expected = {
+        formats: rounded_reference(original, prompts, options.tokens, formats)
+        for formats in dict.fromkeys(row.formats for row in rows)
+    }
     print()
-    print_answers(texts, rows[-1].served, tokenizer)
+    print_answers(texts, rows[0].served, tokenizer)
     print_plans(rows)
     print_table(rows)
     if options.trace:
-        print(f"\ntrace of one decode step of {rows[-1].name}: {options.trace} (open it in https://ui.perfetto.dev)")
+        print(f"\ntrace of one decode step of {traced}: {options.trace} (open it in https://ui.perfetto.dev)")
     return print_verdict(rows, expected, original.dtype)
 
 
@@ -131,7 +148,8 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype | None) -> Any:
 class Serving:
     """A model with our attention and the requests it is to serve, again and again under other configurations."""
 
-    def __init__(self, original: Any, prompts: Sequence[list[int]], num_tokens: int) -> None:
+    def __init__(self, original: Any, prompts: Sequence[list[int]], num_tokens: int, formats: tuple[str, str]) -> None:
+        self._formats = formats
         self._prompts, self._num_tokens, self._stop = prompts, num_tokens, stop_tokens(original)
         longest, limit = max(map(len, prompts)), original.config.max_position_embeddings
         self._longest = longest + num_tokens
@@ -141,7 +159,11 @@ class Serving:
                 "checkpoint; shorten the prompt or ask for fewer --tokens"
             )
         self._model: SwappedModel = swap_attention(
-            original, max_position_embeddings=self._longest, max_num_batched_tokens=CHUNK
+            original,
+            max_position_embeddings=self._longest,
+            max_num_batched_tokens=CHUNK,
+            kv_cache_dtype=formats[0],
+            index_cache_dtype=formats[1],
         )
 
     def eager(self) -> Row:
@@ -150,7 +172,7 @@ class Serving:
         with torch.no_grad():
             for size in BATCH_SIZES:  # the first calls of kernels cost more; captures pay for them too
                 self._model(*arguments_of(runner.padding_inputs(size)))
-        return Row(name="eager", served=self._serve(runner))
+        return Row(name="eager", served=self._serve(runner), formats=self._formats)
 
     def compiled(self, runner_name: str, region: str, trace: Path | None) -> Row:
         """Compiled for one kind of runner, with its eager holes placed by one policy; a trace follows if asked for."""
@@ -165,7 +187,8 @@ class Serving:
         served = self._serve(runner)
         if trace:
             trace_decode_step(runner, self._prompts, trace)
-        return Row(name=f"{runner_name} {region}", served=served, plan=plan, capture_s=seconds)
+        name = f"{runner_name} {region}" + (" fp8" if self._formats == PACKED else "")
+        return Row(name=name, served=served, formats=self._formats, plan=plan, capture_s=seconds)
 
     def _runner(self, name: str, model: Any) -> ModelRunner:
         return RUNNERS[name](
@@ -180,6 +203,15 @@ class Serving:
 
     def _serve(self, runner: ModelRunner) -> Served:
         return serve_batch(runner, self._prompts, self._num_tokens, self._stop)
+
+
+def rounded_reference(
+    original: Any, prompts: Sequence[list[int]], num_tokens: int, formats: tuple[str, str]
+) -> list[list[int]]:
+    """What transformers answers if its caches hold the numbers that caches of these formats hold."""
+    config = DeepseekV4Config.from_hf(original.config).with_cache_dtypes(*formats)
+    with rounded_caches(str(config.kv_cache_dtype), str(config.index_cache_dtype), config.qk_rope_head_dim):
+        return [reference(original, prompt, num_tokens) for prompt in prompts]
 
 
 def arguments_of(inputs: ModelInputs) -> tuple[Any, ...]:
@@ -207,7 +239,7 @@ def print_table(rows: Sequence[Row]) -> None:
     units = ("ms", "ms", "of steps", "a step", "s", "bytes")
     print()
     for name, cells in (("", columns), ("", units), *((row.name, cells_of(row)) for row in rows)):
-        print(f"{name:<14}" + "".join(f"{cell:>13}" for cell in cells))
+        print(f"{name:<16}" + "".join(f"{cell:>13}" for cell in cells))
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
@@ -222,20 +254,28 @@ def cells_of(row: Row) -> tuple[str, ...]:
     return (*times, replays, eager_ops, f"{row.capture_s:.1f}", str(row.plan.workspace.planned))
 
 
-def print_verdict(rows: Sequence[Row], expected: Sequence[list[int]], dtype: torch.dtype) -> int:
+def print_verdict(rows: Sequence[Row], expected: Mapping[tuple[str, str], list[list[int]]], dtype: torch.dtype) -> int:
     """Say whether every configuration gave the tokens of transformers, and return the exit code."""
     print()
-    differing = [row.name for row in rows if row.served.answers != expected]
-    for row in rows:
-        if row.name in differing:
-            wrong = sum(answer != right for answer, right in zip(row.served.answers, expected, strict=True))
-            print(f"{row.name}: tokens DIFFER from transformers' own generate in {wrong} of {len(expected)} requests")
+    differing = [row for row in rows if row.served.answers != expected[row.formats]]
+    for row in differing:
+        right = expected[row.formats]
+        wrong = sum(answer != other for answer, other in zip(row.served.answers, right, strict=True))
+        print(f"{row.name}: tokens DIFFER from {generated(row.formats)} in {wrong} of {len(right)} requests")
     if differing and dtype != torch.float32:
         print(f"In {dtype}, sums in another order round to other tokens; --dtype float32 tells this from a fault")
     if not differing:
-        names = ", ".join(row.name for row in rows)
-        print(f"{names}: the same tokens as transformers' own generate ({len(expected)} requests)")
+        for formats, right in expected.items():
+            names = ", ".join(row.name for row in rows if row.formats == formats)
+            print(f"{names}: the same tokens as {generated(formats)} ({len(right)} requests)")
     return 1 if differing else 0
+
+
+def generated(formats: tuple[str, str]) -> str:
+    """What tokens are compared with, in words."""
+    if formats == AS_THE_MODEL:
+        return "transformers' own generate"
+    return f"transformers' own generate with caches rounded to {' and '.join(formats)}"
 
 
 def chosen(runner: str | None, region: str | None) -> list[tuple[str, str]]:
@@ -256,6 +296,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--region", choices=REGIONS, help="only this one; with --runner, any pair")
     parser.add_argument("--device", type=device, default="cpu", help='"cpu" (default), "cuda" or "cuda:1"')
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_WORDS, default="auto", help="of keys and values (default auto: of the weights)"
+    )
+    parser.add_argument(
+        "--index-cache-dtype", choices=INDEX_WORDS, default="auto", help="of the indexer's keys (default auto)"
+    )
     parser.add_argument(
         "--trace", type=writable, metavar="FILE", help="write a Chrome trace of a decode step of the last configuration"
     )

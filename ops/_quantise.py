@@ -3,10 +3,10 @@
 A *group* of neighbours shares the scale s = 2^ceil(log2(max(amax, least) / largest)), the smallest power of two that
 brings the group into range. It is stored as a ue8m0 byte, e + 127. Dividing by it is exact, so each value is rounded
 once, to the nearest code, ties to the even one. What goes in is rounded to bf16 first: that is the precision of the
-caches that these codes replace, and it makes the codes the same whatever dtype the model computes in.
+caches that these codes replace, and makes the codes the same whatever dtype the model computes in.
 
 Note "not finite": where a group has a NaN or an infinity, the formula gives s = NaN or infinity, and with either every
-value of the group becomes NaN. So it is here: the byte is 255, which is NaN in ue8m0. A NaN is never stored as a number.
+value of the group becomes NaN. So it is here: the byte is 255, the NaN of ue8m0. No NaN is stored as a number.
 
 Note "exact exponents": ceil(log2(x)) is read off the bits of x. A logarithm may round across an integer just there,
 where amax is a power of two times `largest`. Another implementation has to divide as IEEE says: x * (1 / largest) is
@@ -87,7 +87,8 @@ def spread(scales: Tensor, group: int, width: int) -> Tensor:
 def _group_max(x: Tensor, group: int) -> Tensor:
     """Largest absolute value of each group, NaN where there is one: [..., ceil(width / group)]."""
     groups = -(-x.shape[-1] // group)
-    return torch.nn.functional.pad(x.abs(), (0, groups * group - x.shape[-1])).unflatten(-1, (groups, group)).amax(dim=-1)
+    whole = torch.nn.functional.pad(x.abs(), (0, groups * group - x.shape[-1]))
+    return whole.reshape(*x.shape[:-1], groups, group).amax(dim=-1)
 
 
 def _ue8m0(amax: Tensor, least: float, largest: float) -> Tensor:

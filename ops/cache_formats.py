@@ -11,7 +11,7 @@ and not by row: first the data of all its rows, then the scales of all its rows.
 | `mxfp4` | e2m1, the even element in the low half of a byte: 64 bytes | a ue8m0 byte for each 32, to 4 bytes: 4 |
 
 The bytes are those of the released models: 512 values of which 64 with RoPE, 128 for the indexer. Other sizes follow
-the same rule. A block may be longer than its rows (`page_bytes`): stride(0) says so, and the bytes between are nobody's.
+the same rule. A block may be longer than its rows (`page_bytes`): stride(0) says so; the bytes between are nobody's.
 
 What the codes mean, and what becomes of NaN and infinity, is in `_quantise.py`. The indexer's queries have its key
 format, since the product is taken in it, except that the scale of an fp8 query goes into its head weight.
@@ -106,8 +106,10 @@ def insert_entries(cache: Tensor, slots: Tensor, x: Tensor, cache_format: str, r
     if cache_format == PLAIN:
         write_rows(cache, slots, x)
         return
-    for part, rows in zip(_parts_of(cache, cache_format, x.shape[-1], rope_dims), pack(x, cache_format, rope_dims)):
-        write_rows(part, slots, rows)
+    data, scales = pack(x, cache_format, rope_dims)
+    data_part, scale_part = _parts_of(cache, cache_format, x.shape[-1], rope_dims)
+    write_rows(data_part, slots, data)
+    write_rows(scale_part, slots, scales)
 
 
 def gather_entries(cache: Tensor, slots: Tensor, width: int, cache_format: str, rope_dims: int = 0) -> Tensor:
@@ -204,7 +206,9 @@ def why_not_laid_out(cache: Tensor, cache_format: str, width: int, rope_dims: in
     if cache.dim() == 3 and cache.shape[2] == wanted and cache.dtype in dtypes:
         if not packed or cache.shape[0] == 0 or cache.stride()[1:] == (wanted, 1):
             return None
-        return f"strided {tuple(cache.stride())}; a page of {cache_format!r} must be {wanted} bytes a row, row after row"
+        return (
+            f"strided {tuple(cache.stride())}; a page of {cache_format!r} must be {wanted} bytes a row, row after row"
+        )
     given = f"{cache.dtype} {list(cache.shape)}"
     unit = "bytes of torch.uint8" if packed else "elements of a floating dtype of 2 bytes or more"
     return f"{given}; {cache_format!r} entries of {width} values take [num_blocks, rows, {wanted}] {unit}"

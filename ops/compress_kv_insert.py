@@ -19,7 +19,7 @@ from .cache_formats import INDEX_FORMATS, KV_FORMATS, check_cache, check_format,
 SCHEMA = (
     "compress_kv_insert(Tensor kv_score, Tensor ape, Tensor norm_weight, Tensor positions, Tensor cos_sin, "
     "Tensor token_to_req, Tensor state_block_table, Tensor state_slot_mapping, Tensor slot_mapping, int ratio, "
-    "float eps, Tensor(a!) state_cache, Tensor(b!) kv_cache, str kv_cache_dtype=\"auto\") -> ()"
+    'float eps, Tensor(a!) state_cache, Tensor(b!) kv_cache, str kv_cache_dtype="auto") -> ()'
 )
 
 _FORMATS = tuple(dict.fromkeys((*KV_FORMATS, *INDEX_FORMATS)))

@@ -18,7 +18,7 @@ from .cache_formats import KV_FORMATS, check_cache, check_format, gather_entries
 SCHEMA = (
     "forward_mqa(Tensor q, Tensor attn_sink, Tensor positions, Tensor token_to_req, Tensor swa_cache, "
     "Tensor swa_block_table, Tensor? kv_cache, Tensor? block_table, Tensor? topk_indices, int window, int ratio, "
-    "float scale, Tensor(a!) out, str kv_cache_dtype=\"auto\", int rope_dims=64) -> ()"
+    'float scale, Tensor(a!) out, str kv_cache_dtype="auto", int rope_dims=64) -> ()'
 )
 # elements of the gathered keys [tokens, entries, D] at once (256 MB of fp32)
 _GATHER_BUDGET = 1 << 26

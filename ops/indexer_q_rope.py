@@ -15,7 +15,7 @@ from .cache_formats import FP8, INDEX_FORMATS, MXFP4, check_format, check_querie
 
 SCHEMA = (
     "indexer_q_rope(Tensor index_q, Tensor weights, Tensor positions, Tensor cos_sin, float scale, "
-    "Tensor(a!) q_out, Tensor(b!) weights_out, Tensor(c!)? q_scale_out=None, str index_cache_dtype=\"auto\") -> ()"
+    'Tensor(a!) q_out, Tensor(b!) weights_out, Tensor(c!)? q_scale_out=None, str index_cache_dtype="auto") -> ()'
 )
 
 

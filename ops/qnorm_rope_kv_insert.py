@@ -10,7 +10,7 @@ from .cache_formats import KV_FORMATS, check_cache, check_format, insert_entries
 
 SCHEMA = (
     "qnorm_rope_kv_insert(Tensor q, Tensor kv, Tensor positions, Tensor cos_sin, Tensor slot_mapping, float eps, "
-    "Tensor(a!) q_out, Tensor(b!) swa_cache, str kv_cache_dtype=\"auto\") -> ()"
+    'Tensor(a!) q_out, Tensor(b!) swa_cache, str kv_cache_dtype="auto") -> ()'
 )
 
 

@@ -31,7 +31,7 @@ from .cache_formats import (
 SCHEMA = (
     "sparse_indexer(Tensor index_q, Tensor? index_q_scale, Tensor index_weights, Tensor positions, Tensor k_cache, "
     "Tensor token_to_req, Tensor block_table, int ratio, Tensor(a!) topk_indices, "
-    "str index_cache_dtype=\"auto\") -> ()"
+    'str index_cache_dtype="auto") -> ()'
 )
 # elements of the [tokens, heads, entries] products scored at once (256 MB of fp32)
 _SCORE_BUDGET = 1 << 26

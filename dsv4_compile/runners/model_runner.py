@@ -69,8 +69,8 @@ class ModelRunner(ABC):
             None, runs unpadded.
         device: where the caches and inputs live; None: where the attention layers are.
         attention: the module that holds the attention layers; needed only if `model` is not a module itself.
-        kv_cache_dtype, index_cache_dtype: formats of the caches, instead of those of `config`; a model that was built for
-            a format takes no other.
+        kv_cache_dtype, index_cache_dtype: formats of the caches, instead of those of `config`; a model that was built
+            for a format takes no other.
         drafter: `drafter(input_ids [T], positions [T], step, streams [T, n, hidden]) -> (logits, streams)`, compiled or
             not, such as an `MTPBlock`; where it is a module with attention layers that `attention` has not, they are
             given caches too.

@@ -37,14 +37,16 @@ def test_every_configuration_serves_what_transformers_generates(
 ) -> None:
     assert demo.main(["--tokens", "3", "--layers", "3"]) == 0
     printed = printed_lines(capsys)
-    assert printed[-1] == f"eager, mrv1 wide, mrv1 minimal, mrv2 narrow: {SAME} (5 requests)"
+    assert printed[-2] == f"eager, mrv1 wide, mrv1 minimal, mrv2 narrow: {SAME} (5 requests)"
+    assert printed[-1] == f"mrv2 narrow fp8: {SAME} with caches rounded to fp8_ds_mla and fp8 (5 requests)"
     assert any(line.startswith("                              'Hi' -> ") for line in printed)
     assert "    split op: dsv4::forward_mqa x3, dsv4::sparse_indexer x1" in printed
-    rows = {line[:14].strip(): line[14:].split() for line in printed[-6:-2]}
+    rows = {line[:16].strip(): line[16:].split() for line in printed[-8:-3]}
     assert rows["eager"][2:] == ["-", "all", "-", "-"]
     # layers SWA, C4A, C128A: wide 2 + 7 + 3 eager ops, minimal 2 + 5 + 3, narrow 1 + 2 + 1
-    assert [rows[name][5] for name in ("mrv1 wide", "mrv1 minimal", "mrv2 narrow")] == ["12", "10", "4"]
-    for name in ("mrv1 wide", "mrv1 minimal", "mrv2 narrow"):
+    compiled = ("mrv1 wide", "mrv1 minimal", "mrv2 narrow", "mrv2 narrow fp8")
+    assert [rows[name][5] for name in compiled] == ["12", "10", "4", "4"]
+    for name in compiled:
         assert rows[name][2] == rows[name][4]  # "n of n": every step was a replay
         assert int(rows[name][7]) > 0
 
@@ -61,6 +63,17 @@ def test_every_configuration_serves_what_transformers_generates(
 def test_options_choose_configurations(demo: ModuleType, arguments: list[str], names: list[tuple[str, str]]) -> None:
     options = demo.parse_options(arguments)
     assert demo.chosen(options.runner, options.region) == names
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("formats", [("fp8_ds_mla", "mxfp4"), ("bf16", "auto")], ids="+".join)
+def test_every_configuration_serves_packed_caches(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], formats: tuple[str, str]
+) -> None:
+    arguments = ["--tokens", "3", "--layers", "3", "--kv-cache-dtype", formats[0], "--index-cache-dtype", formats[1]]
+    assert demo.main(arguments) == 0
+    names = "eager, mrv1 wide, mrv1 minimal, mrv2 narrow"
+    assert printed_lines(capsys)[-1] == f"{names}: {SAME} with caches rounded to {' and '.join(formats)} (5 requests)"
 
 
 @pytest.mark.exhaustive
@@ -142,6 +155,8 @@ def test_bytes_are_shown_as_text_where_they_can_be() -> None:
         (["--runner", "mrv3"], "argument --runner: invalid choice: 'mrv3'"),
         (["--region", "small"], "argument --region: invalid choice: 'small'"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--kv-cache-dtype", "fp8"], "argument --kv-cache-dtype: invalid choice: 'fp8'"),
+        (["--index-cache-dtype", "fp4"], "argument --index-cache-dtype: invalid choice: 'fp4'"),
         (["--device", "tpu"], 'argument --device: \'tpu\' is not "cpu", "cuda" or "cuda:1"'),
         (["--device", "cuda:99"], "argument --device: 'cuda:99': torch sees"),
         (["--model", ".", "--layers", "2"], "--layers is for the small random checkpoint"),

@@ -104,7 +104,7 @@ def test_eager_tokens_are_those_of_transformers_with_rounded_caches(
 
 @pytest.mark.exhaustive
 @formats
-@pytest.mark.parametrize("runner, region", [("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow")])
+@pytest.mark.parametrize(("runner", "region"), [("mrv1", "wide"), ("mrv1", "minimal"), ("mrv2", "narrow")])
 def test_captured_tokens_are_those_of_transformers_with_rounded_caches(
     words: tuple[str, str], runner: str, region: str
 ) -> None:

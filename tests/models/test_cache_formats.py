@@ -84,7 +84,9 @@ def test_the_arguments_of_allocate_caches_win_over_the_configuration():
 def bind(words, given, ratio=4):
     """A layer whose configuration has some words, with caches of other ones."""
     layer = DeepseekV4Attention(tiny_config((ratio,)).with_cache_dtypes(*words), 0)
-    bind_caches(layer, allocate_caches(tiny_config((ratio,)), BLOCKS, kv_cache_dtype=given[0], index_cache_dtype=given[1]))
+    bind_caches(
+        layer, allocate_caches(tiny_config((ratio,)), BLOCKS, kv_cache_dtype=given[0], index_cache_dtype=given[1])
+    )
     return layer
 
 
@@ -100,7 +102,11 @@ def test_a_layer_that_leaves_it_open_takes_caches_of_any_format(given):
 WRONG = [
     (("fp8_ds_mla", "auto"), ("bf16", "auto"), "swa_cache is torch.bfloat16 [3, 64, 20]; 'fp8_ds_mla' entries of 20"),
     (("bf16", "auto"), ("fp8_ds_mla", "auto"), "swa_cache is torch.uint8 [3, 64, 36]; 'auto' entries of 20 values"),
-    (("bf16", "bf16"), ("float32", "bf16"), "swa_cache is torch.float32 and not torch.bfloat16 (kv_cache_dtype 'bf16')"),
+    (
+        ("bf16", "bf16"),
+        ("float32", "bf16"),
+        "swa_cache is torch.float32 and not torch.bfloat16 (kv_cache_dtype 'bf16')",
+    ),
     (("auto", "fp8"), ("auto", "mxfp4"), "indexer_k_cache is torch.uint8 [5, 64, 11]; 'fp8' entries of 14 values take"),
     (("auto", "mxfp4"), ("auto", "auto"), "indexer_k_cache is torch.float32 [5, 64, 14]; 'mxfp4' entries of 14 values"),
 ]
@@ -120,10 +126,19 @@ def test_a_layer_that_names_a_format_takes_no_other(words, given, message):
         ({"swa_cache": torch.zeros(3, 64 * 20)}, "swa_cache is torch.float32 [3, 1280]"),
         ({"swa_cache": torch.zeros(3, 64, 20, dtype=torch.int32)}, "swa_cache is torch.int32 [3, 64, 20]"),
         ({"swa_cache": torch.zeros(3, 32, 20)}, "swa_cache has blocks of 32 rows and not 64"),
-        ({"kv_cache": torch.zeros(5, 64, 36, dtype=torch.uint8)}, "kv_cache is torch.uint8 [5, 64, 36]; 'auto' entries"),
+        (
+            {"kv_cache": torch.zeros(5, 64, 36, dtype=torch.uint8)},
+            "kv_cache is torch.uint8 [5, 64, 36]; 'auto' entries",
+        ),
         ({"indexer_k_cache": torch.zeros(5, 64, 36, dtype=torch.uint8)}, "indexer_k_cache is torch.uint8 [5, 64, 36]"),
-        ({"state_cache": torch.zeros(7, 4, 80, dtype=torch.bfloat16)}, "state_cache is torch.bfloat16 and not torch.float32"),
-        ({"indexer_state_cache": torch.zeros(7, 4, 80)}, "indexer_state_cache is torch.float32 [7, 4, 80]; 'auto' entries"),
+        (
+            {"state_cache": torch.zeros(7, 4, 80, dtype=torch.bfloat16)},
+            "state_cache is torch.bfloat16 and not torch.float32",
+        ),
+        (
+            {"indexer_state_cache": torch.zeros(7, 4, 80)},
+            "indexer_state_cache is torch.float32 [7, 4, 80]; 'auto' entries",
+        ),
     ],
 )
 def test_caches_of_other_sizes_are_refused(changes, message):
@@ -141,7 +156,9 @@ def test_a_runner_takes_the_formats_too():
     assert [layer.attention.kv_format for layer in model.layers] == ["fp8_ds_mla"] * 2
     assert model.layers[1].attention.indexer.k_format == "mxfp4"
     assert len(runner.generate([[1, 2, 3]], 4)[0]) == 4
-    with pytest.raises(UnsupportedConfigError, match="kv_cache_dtype 'fp8' is not supported: did you mean 'fp8_ds_mla'"):
+    with pytest.raises(
+        UnsupportedConfigError, match="kv_cache_dtype 'fp8' is not supported: did you mean 'fp8_ds_mla'"
+    ):
         ModelRunnerV1(model, model.config, kv_cache_dtype="fp8", **limits)
     model = AttentionStack(tiny_config((0,), kv_cache_dtype="bf16"))
     with pytest.raises(CacheBindingError, match=r"layer 0 \(SWA\): swa_cache is torch.uint8"):

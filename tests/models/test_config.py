@@ -123,8 +123,13 @@ def test_the_rope_width_as_a_fraction():
     ],
 )
 def test_a_cache_format_that_is_not_built_is_refused(field, value, message):
-    known = {"kv_cache_dtype": "auto, float32, bf16, fp8_ds_mla", "index_cache_dtype": "auto, float32, bf16, fp8, mxfp4"}
-    with pytest.raises(UnsupportedConfigError, match=f"^{re.escape(f'{field} {message} Supported are {known[field]}')}$"):
+    known = {
+        "kv_cache_dtype": "auto, float32, bf16, fp8_ds_mla",
+        "index_cache_dtype": "auto, float32, bf16, fp8, mxfp4",
+    }
+    with pytest.raises(
+        UnsupportedConfigError, match=f"^{re.escape(f'{field} {message} Supported are {known[field]}')}$"
+    ):
         DeepseekV4Config.flash(**{field: value})
 
 
@@ -153,7 +158,12 @@ def test_index_keys_follow_the_kv_cache_unless_that_is_packed():
         ({"kv_cache_dtype": "fp8_ds_mla", "head_dim": 511}, "'fp8_ds_mla' needs an even head_dim, not 511"),
         ({"index_cache_dtype": "mxfp4", "index_head_dim": 127}, "'mxfp4' needs an even index_head_dim, not 127"),
         (
-            {"index_cache_dtype": "fp8", "index_head_dim": 127, "compressed_block_size": 8, "compress_ratios": [4] * 43},
+            {
+                "index_cache_dtype": "fp8",
+                "index_head_dim": 127,
+                "compressed_block_size": 8,
+                "compress_ratios": [4] * 43,
+            },
             "'fp8' needs 2 rows of index_head_dim 127 to be a multiple of 4 bytes",
         ),
     ],

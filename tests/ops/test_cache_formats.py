@@ -84,7 +84,8 @@ def test_an_mxfp4_index_key_has_the_even_element_in_the_low_half():
 
 
 @pytest.mark.parametrize(
-    ("cache_format", "width", "rope_dims"), [("fp8_ds_mla", 12, 8), ("fp8_ds_mla", 8, 8), ("fp8", 14, 8), ("mxfp4", 14, 8)]
+    ("cache_format", "width", "rope_dims"),
+    [("fp8_ds_mla", 12, 8), ("fp8_ds_mla", 8, 8), ("fp8", 14, 8), ("mxfp4", 14, 8)],
 )
 def test_small_sizes_keep_to_the_same_rule(cache_format, width, rope_dims):
     data, scales = pack(torch.randn(5, width), cache_format, rope_dims)
@@ -181,7 +182,12 @@ MISTAKES = {
         "[num_blocks, rows, 11] bytes of torch.uint8",
     ),
     "8 bits without a scale": (
-        *("sparse_indexer", "scored", {"k_cache": torch.zeros(5, 64, 14, dtype=torch.float8_e4m3fn)}, CacheBindingError),
+        *(
+            "sparse_indexer",
+            "scored",
+            {"k_cache": torch.zeros(5, 64, 14, dtype=torch.float8_e4m3fn)},
+            CacheBindingError,
+        ),
         "sparse_indexer: k_cache is torch.float8_e4m3fn [5, 64, 14]; 'auto' entries of 14 values take",
     ),
     "queries of another format": (

@@ -38,7 +38,7 @@ def test_opcheck(name, variant, dtype):
     arguments = op_samples.sample(name, variant, dtype=dtype)
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(value.dtype is torch.float8_e4m3fn for value in arguments.values() if isinstance(value, Tensor)):
-        # it compares with `allclose`, which torch does not have for 8-bit floats; what is written has its own test below
+        # it compares with `allclose`, which torch lacks for 8-bit floats; what is written has a test of its own
         checks.append("test_schema")
     result = torch.library.opcheck(op_samples.op(name), (), arguments, test_utils=checks)
     assert set(result.values()) == {"SUCCESS"}

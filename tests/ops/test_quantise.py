@@ -95,7 +95,11 @@ def test_the_scale_of_every_largest_value_is_the_smallest_that_holds_it(quantise
 def test_scales_at_a_power_of_two_times_the_largest_value_and_beside_it():
     for exponent in range(-20, 100):
         exact = torch.tensor([448.0, 450.0, 446.0]).mul(2.0**exponent).unsqueeze(-1)
-        assert (quantise_e4m3(exact, 1)[1] - 127).squeeze(-1).to(torch.int8).tolist() == [exponent, exponent + 1, exponent]
+        assert (quantise_e4m3(exact, 1)[1] - 127).squeeze(-1).to(torch.int8).tolist() == [
+            exponent,
+            exponent + 1,
+            exponent,
+        ]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

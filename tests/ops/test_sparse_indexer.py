@@ -127,8 +127,16 @@ def test_more_tokens_than_rows_is_an_error():
 @pytest.mark.parametrize(
     ("cache_format", "changes", "message"),
     [
-        ("auto", {"index_q_scale": torch.ones(TOKENS, 64)}, r"index_q is torch.float32 with scales .* takes .* no scales"),
-        ("fp8", {"index_q": torch.ones(TOKENS, 64, 14)}, "index_q is torch.float32 with no scales; .* 'fp8' takes torch.fl"),
+        (
+            "auto",
+            {"index_q_scale": torch.ones(TOKENS, 64)},
+            r"index_q is torch.float32 with scales .* takes .* no scales",
+        ),
+        (
+            "fp8",
+            {"index_q": torch.ones(TOKENS, 64, 14)},
+            "index_q is torch.float32 with no scales; .* 'fp8' takes torch.fl",
+        ),
         ("mxfp4", {"index_q_scale": None}, r"index_q is torch.uint8 with no scales; .* takes torch.uint8 with scales"),
         ("mxfp4", {"index_q_scale": torch.ones(TOKENS, 64, 1).byte()}, r"with scales torch.uint8 \[14, 64, 4\]$"),
     ],

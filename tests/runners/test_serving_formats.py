@@ -37,9 +37,7 @@ def test_random_traffic_equals_eager(setup: str, formats: tuple[str, str]) -> No
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("formats", FORMATS[:2], ids="+".join)
 @pytest.mark.parametrize("setup", ["v1 minimal", "v2 narrow"])
-@pytest.mark.parametrize(
-    "compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
-)
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_each_piece_writes_the_pages_that_it_writes_uncaptured(
     setup: str, formats: tuple[str, str], compiler: str
 ) -> None:

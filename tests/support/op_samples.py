@@ -150,9 +150,7 @@ def _qnorm_rope_kv_insert(variant: str, cache_format: str, dtype: torch.dtype, g
         "slot_mapping": step.swa_slot_mapping,
         "eps": 1e-6,
         "q_out": torch.full(shape, 7.0, dtype=dtype),
-        "swa_cache": _cache(
-            g, paging.num_blocks["swa"], CONFIG.swa_block_size, CONFIG.head_dim, cache_format, dtype
-        ),
+        "swa_cache": _cache(g, paging.num_blocks["swa"], CONFIG.swa_block_size, CONFIG.head_dim, cache_format, dtype),
         "kv_cache_dtype": cache_format,
     }
 
@@ -258,9 +256,7 @@ def _forward_mqa(variant: str, cache_format: str, dtype: torch.dtype, g: torch.G
         "attn_sink": _randn(g, CONFIG.num_attention_heads),
         "positions": positions,
         "token_to_req": step.token_to_req,
-        "swa_cache": _cache(
-            g, paging.num_blocks["swa"], CONFIG.swa_block_size, CONFIG.head_dim, cache_format, dtype
-        ),
+        "swa_cache": _cache(g, paging.num_blocks["swa"], CONFIG.swa_block_size, CONFIG.head_dim, cache_format, dtype),
         "swa_block_table": step.swa_block_table,
         "kv_cache": kv_cache,
         "block_table": step.block_table if ratio else None,

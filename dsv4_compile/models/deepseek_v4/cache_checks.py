@@ -1,7 +1,7 @@
 """Whether caches are those a layer can work with, and in which formats they are.
 
-A layer whose configuration names a format takes no other. Where it says "auto" the caches decide: plain rows, or a packed
-format that their bytes a row tell. So one model can be served with caches of any format, one after the other.
+A layer whose configuration names a format takes no other. Where it says "auto" the caches decide: plain rows, or a
+packed format that their bytes a row tell. So one model can be served with caches of any format, one after the other.
 """
 
 from __future__ import annotations

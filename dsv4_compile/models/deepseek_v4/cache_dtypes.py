@@ -12,7 +12,7 @@ from ...ops.cache_formats import FP8, FP8_DS_MLA, MXFP4, PLAIN
 _PLAIN_WORDS: dict[str, torch.dtype | None] = {"auto": None, "float32": torch.float32, "bf16": torch.bfloat16}
 KV_WORDS: dict[str, torch.dtype | None] = {**_PLAIN_WORDS, FP8_DS_MLA: torch.uint8}
 INDEX_WORDS: dict[str, torch.dtype | None] = {**_PLAIN_WORDS, FP8: torch.uint8, MXFP4: torch.uint8}
-_STORED: dict[object, torch.dtype | None] = {**KV_WORDS, **INDEX_WORDS}
+_STORED: dict[object, torch.dtype | None] = dict((*KV_WORDS.items(), *INDEX_WORDS.items()))
 _SYNONYMS: dict[object, str] = {"bfloat16": "bf16", torch.bfloat16: "bf16", torch.float32: "float32"}
 
 

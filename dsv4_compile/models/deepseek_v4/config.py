@@ -54,8 +54,8 @@ class DeepseekV4Config:
         max_num_batched_tokens: rows of the persistent top-k buffer: the most tokens of one step.
         kv_cache_dtype: of the sliding window and the compressed entries: "auto" (the dtype of the model), "float32",
             "bf16" ("bfloat16"), a torch dtype of these, or "fp8_ds_mla".
-        index_cache_dtype: of the indexer's keys, and of its queries where it is packed: "auto" (`kv_cache_dtype`, or the
-            dtype of the model if that is packed), "float32", "bf16", a torch dtype, "fp8" or "mxfp4".
+        index_cache_dtype: of the indexer's keys, and of its queries where it is packed: "auto" (`kv_cache_dtype`, or
+            the dtype of the model if that is packed), "float32", "bf16", a torch dtype, "fp8" or "mxfp4".
         swa_block_size: tokens in a block of the sliding-window cache.
         compressed_block_size: tokens in a block of the compressed caches; it holds that many // ratio rows.
         c4_state_block_size, c128_state_block_size: tokens in a block of the compressor state caches.
@@ -148,8 +148,11 @@ class DeepseekV4Config:
         Raises:
             UnsupportedConfigError: no such format, or one that does not fit the sizes.
         """
-        given = {"kv_cache_dtype": kv_cache_dtype, "index_cache_dtype": index_cache_dtype}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        return replace(
+            self,
+            kv_cache_dtype=self.kv_cache_dtype if kv_cache_dtype is None else kv_cache_dtype,
+            index_cache_dtype=self.index_cache_dtype if index_cache_dtype is None else index_cache_dtype,
+        )
 
     def state_block_size(self, kind: LayerKind) -> int:
         """Tokens in a block of the compressor state cache of a layer kind."""

@@ -14,12 +14,14 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 from pages import FENCE, PAGES, README, blocks, headings
 from repository import ROOT
 
 from dsv4_compile import counters, errors, explain
 from dsv4_compile.config import Config
 from dsv4_compile.errors import OptionError
+from dsv4_compile.models.deepseek_v4 import DeepseekV4Config, LayerKind, bytes_per_token, layer_cache_specs
 from dsv4_compile.passes import partition_graph, partitioned_passes, pass_name, traced_passes
 
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
@@ -185,3 +187,20 @@ def test_figures_of_the_readme_stand_in_the_benchmarks() -> None:
     kept = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert len(figures) > 4
     assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", kept)] == []
+
+
+def test_bytes_of_a_token_and_of_a_page() -> None:
+    rows = table_rows(README, "## Cache formats")
+    words = [tuple(cell.strip('`"') for cell in row[:2]) for row in rows]
+    configs = [make() for make in (DeepseekV4Config.flash, DeepseekV4Config.pro)]
+    figures = [[bytes_per_token(config.with_cache_dtypes(*pair)) for config in configs] for pair in words]
+    assert [[float(cell) for cell in row[2:]] for row in rows] == figures
+    section = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("Pages are rounded up to")[2]
+    printed = [
+        [int(n) for n in re.findall(r"\d+", row)] for row in re.findall(r"^\| (?:sl|co|ke).*", section, re.MULTILINE)
+    ]
+    kinds = ((LayerKind.SWA, 0), (LayerKind.C4A, 1), (LayerKind.C128A, 1), (LayerKind.C4A, 3))
+    for (kind, place), row in zip(kinds, printed, strict=True):
+        specs = [layer_cache_specs(configs[0].with_cache_dtypes(*pair), kind)[place] for pair in words]
+        assert row[-3:] == [spec.page_bytes(torch.bfloat16) for spec in specs]
+        assert {spec.block_tokens for spec in specs} == {row[-4]}

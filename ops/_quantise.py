@@ -8,12 +8,14 @@ caches that these codes replace, and makes the codes the same whatever dtype the
 Note "not finite": where a group has a NaN or an infinity, the formula gives s = NaN or infinity, and with either every
 value of the group becomes NaN. So it is here: the byte is 255, the NaN of ue8m0. No NaN is stored as a number.
 
-Note "exact exponents": ceil(log2(x)) is read off the bits of x. A logarithm may round across an integer just there,
-where amax is a power of two times `largest`. Another implementation has to divide as IEEE says: x * (1 / largest) is
-another number.
+Note "exact exponents": the scale is read off the bits of amax. With amax = m * 2^k and largest = n * 2^l, m and n in
+[1, 2), it is 2^(k - l), and twice that if m > n. A logarithm may round across an integer just where amax is `largest`
+times a power of two, and so may the quotient: torch divides by a number with its reciprocal on a GPU.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -93,9 +95,10 @@ def _group_max(x: Tensor, group: int) -> Tensor:
 
 def _ue8m0(amax: Tensor, least: float, largest: float) -> Tensor:
     """The byte of the smallest power of two that is at least max(amax, least) / largest; see both notes."""
-    bits = (amax.clamp(min=least) / largest).view(torch.int32)
-    is_no_power = (bits & 0x7FFFFF) != 0
-    return ((bits >> 23 & 0xFF) + is_no_power).clamp(max=NAN_SCALE).to(torch.uint8)
+    half, exponent = math.frexp(largest)  # a mantissa of [1/2, 1)
+    bits = amax.clamp(min=least).view(torch.int32)
+    biased, is_above = bits >> 23 & 0xFF, (bits & 0x7FFFFF) > int((2 * half - 1) * 2**23)
+    return torch.where(biased == 255, NAN_SCALE, biased - (exponent - 1) + is_above).to(torch.uint8)
 
 
 def _e2m1(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ SETTINGS = st.builds(
     check=st.sampled_from(("addresses", "full")),
     # warm up, capture, replay; another bucket in between; one token, or none
     tokens=st.sampled_from(((5, 5, 3, 5), (3, 7, 3, 7, 3, 7), (LEAST, 5, LEAST, LEAST))),  # of TOKENS
+    decode=st.booleans(),
     overlaps=st.sampled_from(
         (("apart",), ("apart", *OVERLAPS), ("apart", "apart", "apart", "shifted", "the same start"))
     ),

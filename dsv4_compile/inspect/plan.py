@@ -199,6 +199,11 @@ class Plan:
         """The eager units."""
         return tuple(unit for unit in self.units if unit.kind == "region")
 
+    @property
+    def all_units(self) -> tuple[PlanUnit, ...]:
+        """Those, and the whole step as one piece."""
+        return self.units if self.full is None else (*self.units, self.full.unit)
+
     def __str__(self) -> str:
         return render_plan(self)
 

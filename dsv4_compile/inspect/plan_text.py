@@ -72,8 +72,7 @@ def _summary(plan: Plan) -> str:
 
 
 def _compiled(plan: Plan) -> Iterator[str]:
-    units = plan.units if plan.full is None else (*plan.units, plan.full.unit)
-    subgraphs = [subgraph for unit in units for subgraph in unit.subgraphs]
+    subgraphs = [subgraph for unit in plan.all_units for subgraph in unit.subgraphs]
     if plan.piece_compiler is not None:
         compiled = [subgraph for subgraph in subgraphs if subgraph.uncompiled is None]
         different = sum(subgraph.duplicate_of is None for subgraph in compiled)

@@ -9,7 +9,7 @@ from dsv4_compile import register_op
 from dsv4_compile.compat.dispatch import schemas_of
 from dsv4_compile.errors import ArgumentError, UnknownOpError
 from dsv4_compile.ops import registry
-from dsv4_compile.ops.registry import RegisteredOp, snapshot
+from dsv4_compile.ops.registry import RegisteredOp, snapshot, with_split_ops
 
 OURS = [
     RegisteredOp("dsv4::fused_q_kv_rmsnorm", "capture"),
@@ -161,3 +161,36 @@ def test_registering_from_many_threads_loses_nothing():
     assert len(seen) == 24
     assert all(seen)
     assert {snapshot()[name].role for name in names} == {"prepare"}
+
+
+@pytest.mark.parametrize("capturable", ["never", "decode", "always"])
+def test_a_split_op_promises_for_all_devices(capturable):
+    register_op("aten::mm", role="split", capturable=capturable)
+    assert snapshot()["aten::mm"] == RegisteredOp("aten::mm", "split", capturable=capturable)
+    assert snapshot()["aten::mm"].capturable_on("cuda") == capturable
+
+
+def test_a_split_op_promises_for_some_devices():
+    given = {"cuda": "decode", "xpu": "always"}
+    register_op("aten::mm", role="split", capturable=given)
+    given["cpu"] = "always"
+    op = snapshot()["aten::mm"]
+    assert [op.capturable_on(device) for device in ("cuda", "xpu", "cpu")] == ["decode", "always", "never"]
+    assert hash(op) == hash(snapshot()["aten::mm"])
+
+
+@pytest.mark.parametrize(
+    "capturable",
+    ["Decode", "", "full", True, None, 1, ["decode"], {}, {"cuda": True}, {"cuda": "sometimes"}, {0: "decode"}],
+)
+def test_another_promise_is_refused(capturable):
+    before = snapshot()
+    with pytest.raises(ArgumentError, match=r"capturable is .*; it must be one of never, decode, always, or a dict"):
+        register_op("aten::mm", role="split", capturable=capturable)
+    assert snapshot() == before
+
+
+def test_the_option_split_ops_keeps_a_promise():
+    register_op("aten::mm", role="capture", capturable="decode")
+    forced = with_split_ops(snapshot(), ["aten::mm"])["aten::mm"]
+    assert (forced.role, forced.capturable) == ("split", "decode")

@@ -125,6 +125,7 @@ class DecodeTrial:
         given = {"engine": "host", "runner": "mrv2", **options}
         self.compiled = torch.compile(self.model, backend="dsv4_piecewise", dynamic=True, options=given)
         self.is_exact = given.get("piece_compiler") != "inductor"
+        self.is_compared = True
         self.calls = 0
 
     @torch.no_grad()
@@ -135,6 +136,8 @@ class DecodeTrial:
         with uniform_decode(query_len) if query_len is not None else nullcontext():
             wanted = self.eager(*[argument.clone() for argument in arguments])
             result: Tensor = self.compiled(*arguments)
+        if not self.is_compared:
+            return result
         self._compare(result, wanted)
         for ours, theirs in zip(self.model.buffers(), self.eager.buffers(), strict=True):
             self._compare(ours, theirs)

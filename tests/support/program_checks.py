@@ -8,6 +8,7 @@ real backend under one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, fx
 from toy_ops import LOG, SPLIT, StepContext
 
 import dsv4_compile
+from dsv4_compile import uniform_decode
 from dsv4_compile.backend import dsv4_piecewise
 from dsv4_compile.config import Config
 from dsv4_compile.errors import HazardError
@@ -46,6 +48,7 @@ class Setting:
         piece_compiler: likewise.
         tokens: token count of each call; the first twice for a warm-up and a capture.
         overlaps: which inputs share memory, by call and from the start again; never in a call that is traced.
+        decode: the split ops are registered as capturable, and three calls of four are said to be uniform decode.
     """
 
     combination: Combination
@@ -54,6 +57,7 @@ class Setting:
     piece_compiler: str = "eager"
     tokens: Sequence[int]
     overlaps: Sequence[str] = ("apart",)
+    decode: bool = False
 
     @property
     def new_step_state(self) -> bool:
@@ -73,9 +77,16 @@ def register_step_ops() -> None:
     dsv4_compile.register_op("toy::context_write", role="prepare", reads_context=True)
 
 
+def promise_splits(promise: str) -> None:
+    """Register the split ops of the programs; `tick` looks at data on the host, in any batch."""
+    for name in SPLIT:
+        dsv4_compile.register_op(name, role="split", capturable="never" if name == "toy::tick" else promise)
+
+
 def check_program(function: Callable[..., Any], setting: Setting) -> None:
     """Compile a program and compare its calls with eager."""
     torch._dynamo.reset()
+    promise_splits("decode" if setting.decode else "never")
     compiled = torch.compile(function, backend=CheckedBackend(setting), dynamic=True, fullgraph=True)
     caches: list[Tensor] = []
     traced: set[int] = set()
@@ -95,7 +106,8 @@ def check_program(function: Callable[..., Any], setting: Setting) -> None:
             given |= {"cache": cache, "step": step}
             given |= overlap(given["x"], given["y"], cache)
             LOG.clear()
-            returned = run(**given)
+            with uniform_decode() if setting.decode and number % 4 < 3 else nullcontext():
+                returned = run(**given)
             seen.append([*snapshot(given, returned), list(LOG)])
         tolerant = setting.piece_compiler == "inductor"
         assert all(map(partial(alike, tolerant=tolerant), *seen)), f"call {number} differs from eager"
@@ -219,7 +231,8 @@ def check_plans(
     check_refusals(deeds, refused)
     for combination, graph in graphs.items():
         check_graph(graph, deeds, *combination)
-    for graph in {id(graph): graph for graph in graphs.values()}.values():
+    full = [graph.full for graph in graphs.values() if graph.full is not None]
+    for graph in {id(graph): graph for graph in (*graphs.values(), *full)}.values():
         run = UncapturedCallable(graph, Pieces(graph, {}), TracedCall(graph.traced, args))
         assert working_ops(run, args) == ops, "some op runs twice, or not at all"
         assert outcome(run, args) == expected, "a plan computes something else"

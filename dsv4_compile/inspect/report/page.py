@@ -163,7 +163,7 @@ def _cut(lines: Sequence[str], limit: int, file: str) -> Code:
 def _units(graph: DumpedGraph, names: Mapping[str, str]) -> tuple[UnitView, ...]:
     """Each unit that is no copy; regions, which are never copies for the compiler, are told apart by their code."""
     alike: dict[str, list[PlanUnit]] = defaultdict(list)
-    for unit in graph.plan.units:
+    for unit in graph.plan.all_units:
         if unit.kind == "piece":
             alike[unit.duplicate_of or unit.name].append(unit)
         else:

@@ -56,6 +56,6 @@ def _content(graph: DumpedGraph, folder: Path) -> dict[str, object]:
             }
             for before, after in itertools.pairwise(graph.stages)
         ],
-        "code": {unit.name: f"{unit.name}.py" for unit in graph.plan.units if unit.name in graph.unit_code},
+        "code": {unit.name: f"{unit.name}.py" for unit in graph.plan.all_units if unit.name in graph.unit_code},
         "programs": [file for file, _ in graph.programs],
     }

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
+from decode_ops import decode, register
 from eager_twin import check_calls, compile_piecewise
 
 import dsv4_compile
-from dsv4_compile import counters
+from dsv4_compile import counters, uniform_decode
+from dsv4_compile.errors import FullGraphError
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed"),
@@ -192,3 +194,21 @@ def test_a_collective_that_another_graph_started_is_not_captured(group):
         started = torch.ops._c10d_functional.all_reduce(torch.ones(4) + number, "sum", dist.group.WORLD.group_name)
         assert torch.equal(compiled(started), (torch.ones(4) + number) * 2)
     assert counters.captures == 0
+
+
+def test_a_collective_keeps_a_decode_step_in_pieces(group):
+    """It runs on the host, so there is no graph of the whole step; asked for by name, that is an error."""
+    register()
+
+    def step(x):
+        out = torch.empty_like(x)
+        decode.fill(x, out)
+        return fc.all_reduce(out, "sum", dist.group.WORLD) + 1
+
+    compiled = compile_piecewise(step)
+    with torch.no_grad(), uniform_decode(), counters.expect(full_replays=0, replays=2):
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(compiled(x), 2 * x + 1)
+    with pytest.raises(FullGraphError, match="a collective runs on the host here"):
+        dsv4_compile.explain(step, torch.randn(4, 8), options={"decode": "full"})

@@ -24,7 +24,7 @@ from typing import get_args
 
 import torch
 
-from ..config import Region, Runner
+from ..config import Decode, Region, Runner
 from ..errors import Dsv4Error, ExplainError, OptionError, UnknownOpError
 from .arguments import OneLineParser
 from .explain import explain
@@ -137,7 +137,8 @@ def _described(error: Exception) -> str:
 
 
 def _backend_options(options: argparse.Namespace) -> dict[str, object]:
-    return {"runner": options.runner, "region": options.region, "split_ops": tuple(options.split_op)}
+    named = {name: getattr(options, name) for name in ("runner", "region", "decode")}
+    return {**named, "split_ops": tuple(options.split_op)}
 
 
 def _complain(error: Dsv4Error, code: int) -> int:
@@ -161,6 +162,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="MODULE:FUNCTION", help="returns (model, args) or (model, args, kwargs)")
     command.add_argument("--runner", choices=get_args(Runner), default="auto")
     command.add_argument("--region", choices=get_args(Region), default="runner")
+    command.add_argument("--decode", choices=get_args(Decode), default="auto")
     command.add_argument("--split-op", action="append", default=[], metavar="NS::OP", help="may be repeated")
     command.add_argument("--json", action="store_true", help="the plan as JSON")
     command.set_defaults(run=_explain)

@@ -155,12 +155,14 @@ def test_the_option_piecewise_plans_pieces_alone() -> None:
     assert "uniform decode" not in str(plan(decode="piecewise"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capturable", ["decode", "always", {"cpu": "decode", "cuda": "never"}, {"cpu": "always"}])
 def test_what_is_a_promise(capturable: Any) -> None:
     register(attend=capturable)
     assert plan(decode="full").full is not None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capturable", ["never", {"cuda": "decode"}, {"cpu": "never"}])
 def test_what_is_none_on_this_device(capturable: Any) -> None:
     register(attend=capturable)
@@ -228,6 +230,7 @@ HINDRANCES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("function", "reason"), HINDRANCES, ids=[function.__name__ for function, _ in HINDRANCES])
 def test_what_no_graph_can_hold_keeps_the_step_in_pieces(function: Callable[..., Any], reason: str) -> None:
     x = torch.randn(5, 4)

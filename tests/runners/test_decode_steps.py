@@ -49,6 +49,7 @@ def test_nothing_is_said_after_a_step_that_failed() -> None:
     assert uniform_query_len() is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"check": "full", "region": "minimal", "aux_streams": 2}], ids=str)
 def test_served_tokens_are_those_of_eager(options: dict[str, Any]) -> None:
     dsv4_compile.register_op(

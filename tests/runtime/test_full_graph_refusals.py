@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
 from decode_ops import FACTOR, DecodeTrial, batch, decode, register
+from interrupts import Interrupts
 from runtime_helpers import owners
 from torch import Tensor
 from toy_ops import Host
 
 import dsv4_compile
-from dsv4_compile import counters, uniform_decode
+from dsv4_compile import counters, is_capturing, uniform_decode, uniform_query_len
+from dsv4_compile.compat.thread_state import TorchState
 from dsv4_compile.errors import CaptureError, ReplayMismatchError
 from dsv4_compile.runtime.engines.host.engine import HostEngine
 
@@ -22,10 +26,14 @@ def _registered() -> None:
     register()
 
 
+MORE_PHASES = ("replay", "replan")
+
+
 def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options", [{}, {"decode": "full", "aux_streams": 2}, {"piece_compiler": "aot_eager"}], ids=str
 )
@@ -149,6 +157,43 @@ def test_an_interrupted_capture_leaves_both_whole(monkeypatch: pytest.MonkeyPatc
     with counters.expect(captures=1, full_replays=2, replays=3):
         trial.times(2, 4, query_len=1)
         trial.call(4)
+
+
+@pytest.mark.parametrize("phase", ["capture", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in MORE_PHASES)])
+def test_a_decode_call_that_is_interrupted_leaves_nothing_behind(phase: str) -> None:
+    """At a few lines and calls, drawn from all of them."""
+    attend = decode.attend_on_host if phase == "replan" else decode.attend
+
+    def prepared() -> DecodeTrial:
+        trial = DecodeTrial(1, attend=attend)
+        trial.times(2, 4)
+        trial.times({"capture": 1, "replay": 2, "replan": 1}[phase], 4, query_len=1)
+        if phase == "replan":
+            with pytest.raises(CaptureError), torch.no_grad(), uniform_decode():
+                trial.compiled(*batch(4, 0))
+        return trial
+
+    def call(trial: DecodeTrial) -> None:
+        with torch.no_grad(), uniform_decode():
+            trial.compiled(*batch(4, 0))
+
+    counting = Interrupts("__call__", lines=True)
+    trial = prepared()
+    counting.run(lambda: call(trial))
+    for at in random.Random(phase).sample(range(len(counting.places)), 5):
+        torch._dynamo.reset()
+        trial, interrupts = prepared(), Interrupts("__call__", lines=True, at=at)
+        before = TorchState.now()
+        with suppress(KeyboardInterrupt):
+            interrupts.run(lambda: call(trial))  # noqa: B023
+        assert TorchState.now() == before, counting.places[at]
+        assert (uniform_query_len(), is_capturing()) == (None, False)
+        assert all(owner._serving == {} for owner in owners()), counting.places[at]
+        trial.eager.load_state_dict(trial.model.state_dict())
+        for query_len in (None, 1, 1, None):
+            with suppress(CaptureError):  # of the op that breaks its promise, once more
+                trial.call(4, query_len)
+            trial.eager.load_state_dict(trial.model.state_dict())
 
 
 def test_a_call_inside_of_the_other_one_has_memory_of_its_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import dsv4_compile
 from dsv4_compile import counters
+from dsv4_compile.graph.partitioned import InputRole
 from dsv4_compile.runtime.captured import CapturedCallable
 
 
@@ -32,7 +34,7 @@ def both() -> tuple[CapturedCallable, CapturedCallable]:
     return pieces, full
 
 
-@pytest.mark.parametrize("layers", [5, pytest.param(61, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("layers", [3, pytest.param(61, marks=pytest.mark.exhaustive)])
 def test_a_decode_step_is_one_graph_and_mixed_batches_are_not(layers: int) -> None:
     trial = DecodeTrial(layers)
     with counters.expect(graphs_compiled=1, captures=2, uncaptured_calls=2):
@@ -82,20 +84,20 @@ def test_dynamo_does_not_see_the_block() -> None:
 
 # with how many of 6 calls of uniform decode of each of two sizes are replays: all but the first
 OPTIONS: list[tuple[dict[str, Any], int]] = [
+    ({"decode": "full", "check": "full", "aux_streams": 2}, 10),
     ({"region": "wide"}, 10),
     ({"region": "minimal"}, 10),
     ({"check": "full"}, 10),
+    ({"capture_sizes": [4, 6], "max_captures": 1}, 5),
     ({"check": "off", "static_outputs": True, "pool": "bucket"}, 10),
     ({"max_tokens": 8}, 10),
-    ({"capture_sizes": [4, 6], "max_captures": 1}, 5),
     ({"capture_sizes": [6]}, 5),
-    ({"aux_streams": 3}, 10),
-    ({"piece_compiler": "aot_eager", "aux_streams": 2}, 10),
-    ({"decode": "full", "check": "full", "aux_streams": 2}, 10),
+    ({"aux_streams": 3, "region": "minimal", "piece_compiler": "aot_eager"}, 10),
     ({"engine": "off"}, 0),
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("options", "replays"), OPTIONS, ids=str)
 def test_it_is_right_with_other_options(options: dict[str, Any], replays: int) -> None:
     trial = DecodeTrial(**options)
@@ -106,6 +108,7 @@ def test_it_is_right_with_other_options(options: dict[str, Any], replays: int) -
 
 
 @pytest.mark.inductor
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("more", [{}, {"aux_streams": 2, "check": "full"}], ids=str)
 def test_it_is_right_in_kernels_of_inductor(more: dict[str, Any]) -> None:
     trial = DecodeTrial(2, piece_compiler="inductor", **more)
@@ -167,6 +170,40 @@ def test_captures_ahead_of_serving() -> None:
                 compiled(*batch(tokens, 1))
 
 
+@pytest.mark.parametrize("tokens", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_one_token_or_none(tokens: int) -> None:
+    """Both are graphs of their own; a batch of none is never captured."""
+    trial = DecodeTrial()
+    with counters.expect(full_replays=2 * tokens, graphs_compiled=1):
+        for query_len in (1, None) * 3:
+            trial.call(tokens, query_len)
+
+
+def test_caches_that_move_are_copied_in_and_out() -> None:
+    """As arguments that are not static, new in every call; in pieces only the eager op sees them."""
+
+    def step(x: Tensor, slots: Tensor, cache: Tensor, lens: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        decode.insert(x, slots, cache)
+        decode.attend(x, cache, lens, out)
+        return out
+
+    compiled = torch.compile(step, backend="dsv4_piecewise", dynamic=True, options={"engine": "host"})
+    kept = []  # no address comes again
+    with torch.no_grad():
+        for call in range(16):
+            x, slots, lens = batch(4, call)
+            cache = torch.randn(16, 8)
+            kept += [cache, expected := cache.clone()]
+            with dsv4_compile.uniform_decode() if call % 2 else nullcontext():
+                wanted = step(x, slots, expected, lens)
+                assert torch.equal(compiled(x, slots, cache, lens), wanted)
+            assert torch.equal(cache, expected)
+    assert counters.full_replays == 7
+    assert InputRole.COPIED_OUT in both()[1]._roles.values()
+
+
+@pytest.mark.exhaustive
 def test_a_weight_that_moves_is_captured_again_in_both() -> None:
     trial = DecodeTrial()
     for query_len in (1, None):
@@ -220,6 +257,7 @@ def test_nothing_of_it_waits_for_the_garbage_collector() -> None:
         gc.enable()
 
 
+@pytest.mark.exhaustive
 def test_a_profiler_tells_which_graph_served() -> None:
     trial = DecodeTrial()
     trial.times(3, 4, query_len=1)

@@ -24,7 +24,7 @@ def _insert(kv: Tensor, slots: Tensor, cache: Tensor) -> None:
 
 def _attend(q: Tensor, cache: Tensor, lens: Tensor, out: Tensor) -> None:
     """Adds the first lens[t] rows of the cache to row t; in other batches than decode it only looks at the longest."""
-    longest = len(cache) if uniform_query_len() is not None else int(lens.max())
+    longest = len(cache) if uniform_query_len() is not None or not len(lens) else int(lens.max())
     seen = torch.arange(longest, device=q.device) < lens[:, None]
     torch.add(q, seen.to(q.dtype) @ cache[:longest], out=out)
 
@@ -120,7 +120,7 @@ def batch(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 class DecodeTrial:
     """A decoder compiled, and its copy in eager, that go through the same calls."""
 
-    def __init__(self, layers: int = 3, attend: Any = decode.attend, **options: Any) -> None:
+    def __init__(self, layers: int = 2, attend: Any = decode.attend, **options: Any) -> None:
         self.model, self.eager = Decoder(layers, attend), Decoder(layers, attend)
         given = {"engine": "host", "runner": "mrv2", **options}
         self.compiled = torch.compile(self.model, backend="dsv4_piecewise", dynamic=True, options=given)

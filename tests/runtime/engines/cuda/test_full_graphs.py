@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4_compile import counters, register_op, uniform_decode
 from dsv4_compile.backend import dsv4_piecewise
+from dsv4_compile.errors import CaptureError
 from dsv4_compile.runtime import captured
 
 
@@ -33,13 +34,14 @@ def trial_of(**options: Any) -> DecodeTrial:
     return trial
 
 
-@pytest.mark.parametrize("options", [{}, {"aux_streams": 2, "max_tokens": 8}, {"pool": "bucket"}], ids=str)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("options", [{"aux_streams": 2, "max_tokens": 8}, {}, {"pool": "bucket"}], ids=str)
 def test_a_decode_step_is_one_launch(options: dict[str, Any], cuda: FakeCuda) -> None:
     trial = trial_of(**options)
     for query_len in (1, None):
         trial.times(2, 4, query_len)
     with counters.expect(full_replays=2, replays=4, captures=0, uncaptured_calls=0):
-        for query_len, launches in ((1, 1), (None, 4), (1, 1), (None, 4)):
+        for query_len, launches in ((1, 1), (None, 3), (1, 1), (None, 3)):
             before = cuda.replays
             trial.call(4, query_len)
             assert cuda.replays - before == launches
@@ -98,3 +100,26 @@ def test_another_thread_in_the_middle_of_a_call_in_pieces(cuda: FakeCuda, monkey
     with cuda.on(streams[1]), uniform_decode(), counters.expect(full_replays=1):
         compiled(x, w)
     assert cuda.findings == []
+
+
+def test_what_cuda_refuses_in_a_capturable_op_is_named(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(op: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    register_op("probe::give", role="split", capturable={"cpu": "decode"})  # the device of this stand-in
+    monkeypatch.setattr(Probe, "called", staticmethod(synchronize))
+    compiled = torch.compile(step, backend=dsv4_piecewise, dynamic=True)
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    with uniform_decode():
+        compiled(x, w)
+        message = (
+            r"split op probe::give\.default is registered with capturable='decode', but .*not permitted when stream"
+        )
+        with pytest.raises(CaptureError, match=message):
+            compiled(x, w)
+        with counters.expect(replans=1, uncaptured_calls=1):
+            compiled(x, w)  # has run by the time that it is refused
+        with counters.expect(replays=2, full_replays=0):
+            for _ in range(3):
+                compiled(x, w)

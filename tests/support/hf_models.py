@@ -44,9 +44,11 @@ def tiny_hf_config(ratios: tuple[int, ...] = (0, 4, 128, 4), **overrides: object
     return DeepseekV4Config(**{**values, **overrides})
 
 
-def random_hf_model(config: DeepseekV4Config, seed: int = 0) -> DeepseekV4ForCausalLM:
+def random_hf_model(
+    config: DeepseekV4Config, seed: int = 0, kind: type[DeepseekV4ForCausalLM] = DeepseekV4ForCausalLM
+) -> DeepseekV4ForCausalLM:
     """A model whose sinks, position biases, hyper-connection and routing tables are random too."""
-    model = DeepseekV4ForCausalLM(config).eval()
+    model = kind(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,6 +72,7 @@ _RELEASED = (
     (r"^lm_head\.", "head."),
     (r"^model\.hc_head\.hc_", "hc_head_"),
     (r"^model\.", ""),
+    (r"^mtp\.0\.kv_norm\.", "mtp.0.norm."),
     (r"\.self_attn\.compressor\.indexer\.scorer\.weights_proj\.", ".attn.indexer.weights_proj."),
     (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
     (r"\.self_attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
@@ -96,7 +99,7 @@ _NOT_RELEASED = ("layer_types", "mlp_layer_types", "rope_parameters", "compress_
 def save_as_released(model: DeepseekV4ForCausalLM, folder: Path) -> None:
     """Write a folder with the names and configuration fields of the released checkpoints, in plain fp32."""
     folder.mkdir()
-    weights: dict[str, Tensor] = {"mtp.0.e_proj.weight": torch.zeros(2, 2)}
+    weights: dict[str, Tensor] = {"mtp.0.e_proj.weight": torch.zeros(2, 2)}  # unless the model has it
     for name, value in model.state_dict().items():
         for pattern, replacement in _RELEASED:
             name = re.sub(pattern, replacement, name)

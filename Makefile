@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
+# Triton, beside what the first environment has; torch for CPUs brings none
+TRITON := triton==3.6.0
+KERNELS := .venv-kernels
 
-.PHONY: demo test exhaustive lint bench clean
+.PHONY: demo test exhaustive test-kernels lint bench clean
 
 demo: $(STAMP)
 	$(VENV)/bin/python examples/serve_checkpoint.py
@@ -14,6 +17,11 @@ test: $(STAMP)
 # what `make test` leaves out; .ci/run has both
 exhaustive: $(STAMP)
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m exhaustive
+
+# the GPU kernels without a GPU: numbers by Triton's interpreter, then what they compile to
+test-kernels: $(KERNELS)/.installed
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/ops/kernels
+	$(KERNELS)/bin/python -m pytest tests/ops/kernels/test_builds.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -28,5 +36,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+$(KERNELS)/.installed: $(STAMP) Makefile
+	$(VENV)/bin/python -m venv --without-pip $(KERNELS)
+	$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(KERNELS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
+	$(VENV)/bin/python -m pip --python $(KERNELS)/bin/python install --quiet --disable-pip-version-check --no-deps $(TRITON)
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(KERNELS)

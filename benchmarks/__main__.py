@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def replace_between_marks(page: Path, text: str) -> None:
+def replace_between_marks(page: Path, text: str, mark: str = BEGIN) -> None:
     """Put a text between the two marks of a page."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(mark)
     _, end, after = rest.partition(END)
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 

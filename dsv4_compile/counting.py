@@ -20,6 +20,7 @@ _NAMES = (
     "traced_graph_calls",
     "replans",
     "full_replays",
+    "torch_op_calls",
 )
 
 
@@ -39,6 +40,7 @@ class Counters:
     | traced_graph_calls | calls that broke an assumption of the plan, and ran the traced graph itself |
     | replans | graphs planned again, with more nodes eager, since a capture had to be refused |
     | full_replays | those replays in which the whole step was one graph: calls in a block of `uniform_decode` |
+    | torch_op_calls | calls of an op of this package on a GPU that no kernel fits, so that plain torch served it |
     """
 
     graphs_compiled: int
@@ -54,6 +56,7 @@ class Counters:
     traced_graph_calls: int
     replans: int
     full_replays: int
+    torch_op_calls: int
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

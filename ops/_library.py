@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import registry
+from .kernels import serve
 from .registry import RegisteredOp, Role
 
 _library = torch.library.Library("dsv4", "DEF")
@@ -26,6 +27,8 @@ def define_op(
 ) -> None:
     """Define an op that returns nothing, implement it for every device, and register its role.
 
+    On GPUs its kernel file (`kernels/<name>.py`) serves what fits it.
+
     Args:
         schema: "name(arguments) -> ()" with every written argument marked.
         implementation: plain torch, any device.
@@ -36,6 +39,7 @@ def define_op(
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
+    serve.register(_library, name, implementation)
     torch.library.register_fake(f"dsv4::{name}", _fake, lib=_library)
     # not register_op: it imports the error catalogue, and with it Dynamo; tests check these names instead
     registry._registered[f"dsv4::{name}"] = RegisteredOp(f"dsv4::{name}", role, tuple(step_state), tokens=tokens)

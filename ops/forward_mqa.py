@@ -18,7 +18,7 @@ from .cache_formats import KV_FORMATS, check_cache, check_format, gather_entries
 SCHEMA = (
     "forward_mqa(Tensor q, Tensor attn_sink, Tensor positions, Tensor token_to_req, Tensor swa_cache, "
     "Tensor swa_block_table, Tensor? kv_cache, Tensor? block_table, Tensor? topk_indices, int window, int ratio, "
-    'float scale, Tensor(a!) out, str kv_cache_dtype="auto", int rope_dims=64) -> ()'
+    'float scale, Tensor(a!) out, str kv_cache_dtype="auto", int rope_dims=64, Tensor(b!)? scratch=None) -> ()'
 )
 # elements of the gathered keys [tokens, entries, D] at once (256 MB of fp32)
 _GATHER_BUDGET = 1 << 26
@@ -40,6 +40,7 @@ def forward_mqa(
     out: Tensor,
     kv_cache_dtype: str = "auto",
     rope_dims: int = 64,
+    scratch: Tensor | None = None,
 ) -> None:
     """Sparse attention in fp32.
 
@@ -59,6 +60,7 @@ def forward_mqa(
         out: [T, H, D], every row written, padded rows with zero.
         kv_cache_dtype: of both caches; "auto": rows in the dtype of the cache; or "fp8_ds_mla".
         rope_dims: the last dims of an entry, which "fp8_ds_mla" keeps in bf16; else not read.
+        scratch: fp32 of any size, whose values mean nothing before and after; kernels on a GPU split their work in it.
 
     Raises:
         ArgumentError: a format that there is not.

@@ -31,7 +31,7 @@ from .cache_formats import (
 SCHEMA = (
     "sparse_indexer(Tensor index_q, Tensor? index_q_scale, Tensor index_weights, Tensor positions, Tensor k_cache, "
     "Tensor token_to_req, Tensor block_table, int ratio, Tensor(a!) topk_indices, "
-    'str index_cache_dtype="auto") -> ()'
+    'str index_cache_dtype="auto", Tensor(b!)? scratch=None) -> ()'
 )
 # elements of the [tokens, heads, entries] products scored at once (256 MB of fp32)
 _SCORE_BUDGET = 1 << 26
@@ -48,6 +48,7 @@ def sparse_indexer(
     ratio: int,
     topk_indices: Tensor,
     index_cache_dtype: str = "auto",
+    scratch: Tensor | None = None,
 ) -> None:
     """Write the top-k completed blocks of each token, by sum over heads of weight * relu(q . k); of equal scores the
     lower block id wins (0.0 and -0.0 are equal), see the note "ties".
@@ -64,6 +65,7 @@ def sparse_indexer(
         topk_indices: [max_tokens, K] int32; rows [0, T) are written: block ids within the request in ascending order,
             then -1. Padded tokens have -1 only.
         index_cache_dtype: of keys and queries; "auto": rows in the dtype of the cache; or "fp8" or "mxfp4".
+        scratch: int32 of any size, whose values mean nothing before and after; kernels on a GPU keep scores in it.
 
     Raises:
         RunnerError: more tokens than rows of `topk_indices`.

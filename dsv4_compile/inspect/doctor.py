@@ -20,6 +20,7 @@ from ..compat.backend_name import GROUP, NAME, VALUE
 from ..config import Config, runner_reason
 from ..counting import counters
 from ..errors import Dsv4Error
+from ..ops.kernels import serve
 from ..version import __version__
 
 LEAST_TORCH = (2, 11)
@@ -85,6 +86,7 @@ def diagnose() -> Diagnosis:
             ("region", f"{config.resolved_region} (the default of {config.resolved_runner})"),
             ("pieces", ", ".join(f"{config.resolved_piece_compiler(device)} on {device}" for device in devices)),
             ("side streams", ", ".join(f"{config.resolved_aux_streams(device)} on {device}" for device in devices)),
+            ("kernels", describe_kernels()),
             ("C++ compiler", describe_cxx()),
             *((("C compiler", describe_cc()),) if made_for() is not None else ()),
         ),
@@ -143,6 +145,16 @@ def describe_cc() -> str:
         return f"{found}, for Triton"
     missing = "neither gcc nor clang" if wanted is None else f"no {wanted}"
     return f"{missing}: piece_compiler='inductor' needs a C compiler for Triton; install one, or set CC"
+
+
+def describe_kernels() -> str:
+    """What computes the ops of this package on a GPU."""
+    if serve.read_choice() == "torch":
+        return f"plain torch, also on GPUs: {serve.VARIABLE}=torch"
+    if not serve.KERNELS_SERVE:
+        return f"plain torch, also on GPUs: {serve.NO_TRITON}"
+    served = f"Triton {version_of('triton')}"
+    return f"{served} on GPUs, though none has run them yet (docs/kernels.md); plain torch elsewhere"
 
 
 def describe_cxx() -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CacheBindingError
+from ...ops.kernels.scratch import indexer_scratch, mqa_scratch
 from .cache_checks import why_not_caches_of, with_formats_of
 from .caches import LayerCaches, layer_cache_specs
 from .compressor import Compressor
@@ -238,6 +239,7 @@ class DeepseekV4Attention(nn.Module):
             self.kind.value,
             topk_indices,
             self.indexer.k_format,
+            scratch=indexer_scratch(topk_indices),
         )
         return topk_indices
 
@@ -260,6 +262,7 @@ class DeepseekV4Attention(nn.Module):
             out,
             self.kv_format,
             self.rope_dims,
+            scratch=mqa_scratch(q),
         )
         return out
 

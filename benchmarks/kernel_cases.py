@@ -1,0 +1,244 @@
+"""The calls that kernels are made for: each op at the sizes of the released models, on any device or on none.
+
+On the device "meta" a call has shapes and no memory: enough to see what it would launch, and to compile that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.models.deepseek_v4 import DeepseekV4Config, LayerKind
+from dsv4_compile.ops.kernels.serve import NO_TRITON, KernelCall, Value, find_kernels
+
+MODELS = {"Flash": DeepseekV4Config.flash(), "Pro": DeepseekV4Config.pro()}
+DECODE_TOKENS = (1, 8, 64, 256)
+PREFILL_TOKENS = 2048
+CONTEXTS = (1024, 32768, 131072)
+Arguments = dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of an op.
+
+    Attributes:
+        op: its name, without `dsv4::`.
+        model: "Flash" or "Pro".
+        variant: what the op does, for example the kind of layer.
+        tokens: of the step.
+        context: tokens of each request.
+        heads: query heads on this device; the model's, or its share of them.
+    """
+
+    op: str
+    model: str
+    variant: str
+    tokens: int
+    context: int
+    heads: int
+
+    def arguments(self, device: str) -> Arguments:
+        """Those of the op, in order; one request a token, or one request of all tokens in a prefill."""
+        return _BUILDERS[self.op](self, MODELS[self.model], device)
+
+    def call(self, device: str) -> KernelCall:
+        """The call of the op's kernels; needs Triton."""
+        make_call = find_kernels(self.op)
+        if make_call is None:
+            raise ModuleNotFoundError(NO_TRITON)
+        return make_call(*self.arguments(device).values())
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether all tokens are of one request."""
+        return self.tokens == PREFILL_TOKENS
+
+
+def _step(case: Case, device: str) -> tuple[Tensor, Tensor, int]:
+    """Positions, requests and how many of these there are."""
+    requests = 1 if case.is_prefill else case.tokens
+    if device == "meta":
+        positions = torch.empty(case.tokens, dtype=torch.int64, device=device)
+        return positions, torch.empty(case.tokens, dtype=torch.int32, device=device), requests
+    if case.is_prefill:
+        positions = torch.arange(case.context - case.tokens, case.context, device=device).clamp(min=0)
+        return positions, torch.zeros(case.tokens, dtype=torch.int32, device=device), requests
+    positions = torch.full((case.tokens,), case.context - 1, device=device)
+    return positions, torch.arange(case.tokens, dtype=torch.int32, device=device), requests
+
+
+def _table(requests: int, blocks: int, device: str) -> Tensor:
+    """Block tables in which no two requests share a block, in no order that a cache line could use."""
+    if device == "meta":
+        return torch.empty(requests, blocks, dtype=torch.int32, device=device)
+    return torch.randperm(requests * blocks, device=device).to(torch.int32).view(requests, blocks)
+
+
+def _rows(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def _pages(blocks: int, rows: int, width: int, device: str) -> Tensor:
+    return torch.randn(blocks, rows, width, dtype=torch.bfloat16, device=device)
+
+
+def _ratio(case: Case) -> int:
+    return {"SWA": 0, "C4A": 4, "C128A": 128}[case.variant]
+
+
+def _forward_mqa(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    positions, token_to_req, requests = _step(case, device)
+    ratio, width = _ratio(case), config.head_dim
+    swa_blocks = -(-case.context // config.swa_block_size)
+    kept = min(requests * swa_blocks, 4096)  # pages behind the window are given back
+    blocks = -(-case.context // config.compressed_block_size)
+    topk = None
+    if ratio == 4:
+        entries = case.context // ratio
+        topk = torch.full((case.tokens, config.index_topk), -1, dtype=torch.int32, device=device)
+        count = min(entries, config.index_topk)
+        topk[:, :count] = torch.arange(count, dtype=torch.int32, device=device) * (entries // count)
+    shape = (case.tokens, case.heads, width)
+    return {
+        "q": torch.randn(shape, dtype=torch.bfloat16, device=device),
+        "attn_sink": torch.zeros(case.heads, device=device),
+        "positions": positions,
+        "token_to_req": token_to_req,
+        "swa_cache": _pages(kept, config.swa_block_size, width, device),
+        "swa_block_table": _table(requests, swa_blocks, device) % kept,
+        "kv_cache": _pages(requests * blocks, config.compressed_block_size // ratio, width, device) if ratio else None,
+        "block_table": _table(requests, blocks, device) if ratio else None,
+        "topk_indices": topk,
+        "window": config.sliding_window,
+        "ratio": ratio,
+        "scale": width**-0.5,
+        "out": torch.empty(shape, dtype=torch.bfloat16, device=device),
+    }
+
+
+def _sparse_indexer(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    positions, token_to_req, requests = _step(case, device)
+    heads, width = config.index_n_heads, config.index_head_dim
+    blocks = -(-case.context // config.compressed_block_size)
+    return {
+        "index_q": torch.randn(case.tokens, heads, width, dtype=torch.bfloat16, device=device),
+        "index_q_scale": None,
+        "index_weights": torch.randn(case.tokens, heads, device=device),
+        "positions": positions,
+        "k_cache": _pages(requests * blocks, config.compressed_block_size // 4, width, device),
+        "token_to_req": token_to_req,
+        "block_table": _table(requests, blocks, device),
+        "ratio": 4,
+        "topk_indices": torch.empty(case.tokens, config.index_topk, dtype=torch.int32, device=device),
+    }
+
+
+def _table_of_rope(case: Case, config: DeepseekV4Config, device: str) -> Tensor:
+    return torch.randn(case.context, config.qk_rope_head_dim, device=device)
+
+
+def _fused_q_kv_rmsnorm(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    q_lora, width = config.q_lora_rank, config.head_dim
+    return {
+        "qr_kv": _rows(device, case.tokens, q_lora + width),
+        "q_weight": _rows(device, q_lora),
+        "kv_weight": _rows(device, width),
+        "eps": config.rms_norm_eps,
+        "qr_out": _rows(device, case.tokens, q_lora),
+        "kv_out": _rows(device, case.tokens, width),
+    }
+
+
+def _qnorm_rope_kv_insert(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    shape = (case.tokens, case.heads, config.head_dim)
+    blocks = -(-case.tokens // config.swa_block_size)
+    return {
+        "q": _rows(device, *shape),
+        "kv": _rows(device, case.tokens, config.head_dim),
+        "positions": _step(case, device)[0],
+        "cos_sin": _table_of_rope(case, config, device),
+        "slot_mapping": torch.arange(case.tokens, device=device),
+        "eps": config.rms_norm_eps,
+        "q_out": _rows(device, *shape),
+        "swa_cache": _pages(blocks, config.swa_block_size, config.head_dim, device),
+    }
+
+
+def _compress_kv_insert(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    kind = LayerKind.C128A if case.variant == "C128A" else LayerKind.C4A
+    width = config.index_head_dim if case.variant == "indexer" else config.head_dim
+    positions, token_to_req, requests = _step(case, device)
+    state_rows, channels = config.state_block_size(kind), kind.overlap * width
+    state_blocks, blocks = -(-case.context // state_rows), -(-case.context // config.compressed_block_size)
+    # as many entries as tokens close a block: the last token of each request does
+    slots = torch.where((positions + 1) % kind.value == 0, torch.arange(case.tokens, device=device), -1)
+    # the states of a window alone, whatever the context: they are all that is ever read
+    kept = min(requests * state_blocks, 4096)
+    return {
+        "kv_score": _rows(device, case.tokens, 2 * channels),
+        "ape": torch.randn(kind.value, channels, device=device),
+        "norm_weight": _rows(device, width),
+        "positions": positions,
+        "cos_sin": _table_of_rope(case, config, device),
+        "token_to_req": token_to_req,
+        "state_block_table": _table(requests, state_blocks, device) % kept,
+        "state_slot_mapping": torch.arange(case.tokens, device=device),
+        "slot_mapping": slots,
+        "ratio": kind.value,
+        "eps": config.rms_norm_eps,
+        "state_cache": torch.randn(max(kept, -(-case.tokens // state_rows)), state_rows, 2 * channels, device=device),
+        "kv_cache": _pages(max(blocks, case.tokens), config.compressed_block_size // kind.value, width, device),
+    }
+
+
+def _indexer_q_rope(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    heads, width = config.index_n_heads, config.index_head_dim
+    return {
+        "index_q": _rows(device, case.tokens, heads, width),
+        "weights": _rows(device, case.tokens, heads),
+        "positions": _step(case, device)[0],
+        "cos_sin": _table_of_rope(case, config, device),
+        "scale": (heads * width) ** -0.5,
+        "q_out": _rows(device, case.tokens, heads, width),
+        "weights_out": torch.empty(case.tokens, heads, device=device),
+    }
+
+
+def _inverse_rope(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
+    shape = (case.tokens, case.heads, config.head_dim)
+    return {
+        "x": _rows(device, *shape),
+        "positions": _step(case, device)[0],
+        "cos_sin": _table_of_rope(case, config, device),
+        "out": _rows(device, *shape),
+    }
+
+
+_BUILDERS: dict[str, Callable[[Case, DeepseekV4Config, str], Arguments]] = {
+    "forward_mqa": _forward_mqa,
+    "sparse_indexer": _sparse_indexer,
+    "compress_kv_insert": _compress_kv_insert,
+    "qnorm_rope_kv_insert": _qnorm_rope_kv_insert,
+    "indexer_q_rope": _indexer_q_rope,
+    "fused_q_kv_rmsnorm": _fused_q_kv_rmsnorm,
+    "inverse_rope": _inverse_rope,
+}
+OPS = tuple(_BUILDERS)
+VARIANTS = {
+    "forward_mqa": ("SWA", "C4A", "C128A"),
+    "compress_kv_insert": ("C4A", "indexer", "C128A"),
+}
+
+
+def compiled_cases() -> Iterator[Case]:
+    """Cases that between them launch every specialisation of the released models, whole or with heads sharded."""
+    for op in OPS:
+        for variant in VARIANTS.get(op, ("C4A",)):
+            for model in ("Flash",) if op in VARIANTS else MODELS:
+                for heads in (16, 64) if op == "forward_mqa" else (64,):
+                    for tokens in (1, PREFILL_TOKENS) if op == "forward_mqa" else (1,):
+                        yield Case(op=op, model=model, variant=variant, tokens=tokens, context=131072, heads=heads)

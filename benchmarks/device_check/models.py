@@ -102,7 +102,7 @@ class Batches:
 
     def _inputs(self, spans: Sequence[tuple[int, int]]) -> Inputs:
         chunks = [self._chunk(number, start, end) for number, (start, end) in enumerate(spans)]
-        host = self._builder.build(chunks)
+        host = self._builder.build([chunk.span() for chunk in chunks])
         for chunk in chunks:
             assert chunk.request.row is not None
             self._blocks.close_row(chunk.request.row)

@@ -81,7 +81,8 @@ def first_token(runner: ModelRunner, tokens: int) -> int:
     """Let a request arrive, run its prefill, return its only token."""
     vocab = runner.limits.config.vocab_size
     request = runner.add_request([(token * 7) % vocab for token in range(tokens)], max_new_tokens=1)
-    return runner.step().new_tokens[request]
+    (token,) = runner.step().new_tokens[request]
+    return token
 
 
 def _step_state(bench: Bench, runners: dict[str, ModelRunner], tokens: int) -> None:

@@ -86,7 +86,7 @@ def test_every_step_replays_and_tokens_are_those_without_drafts(
     assert counters.replays - before["replays"] == steps + drafter.calls
     counts = runner.draft_counts
     assert 0 < counts.accepted < counts.drafted
-    assert len({id(owner._memory) for owner in owners()[-2:]}) == 1
+    assert len({id(owner._memory.arenas) for owner in owners()[-2:]}) == 1
 
 
 @pytest.mark.inductor

@@ -66,7 +66,7 @@ def test_two_models_serve_alternately_out_of_one_workspace(bound: int | None) ->
         serve_alternately((wide, deep), compiled)
     first, second = owners()[-2:]
     assert first._memory.arenas is second._memory.arenas
-    assert first._arenas._last is not None
+    assert first._memory.arenas._last is not None
 
 
 def test_the_workspace_is_that_of_the_largest(allocations: Allocations) -> None:

@@ -149,3 +149,12 @@ def test_e2m1_there_and_back_is_the_fake_quant_formula(width):
     pairs, scales = quantise_e2m1(x, 32)
     assert (pairs.shape, scales.shape) == ((4000, width // 2), (4000, -(-width // 32)))
     assert same_bits(dequantise_e2m1(pairs, scales, 32), fake_fp4(x.bfloat16(), 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("quantise", [quantise_e4m3, quantise_e2m1])
+def test_a_gpu_makes_the_codes_of_the_cpu(quantise):
+    groups = torch.cat([EVERY_BF16.unsqueeze(-1), EVERY_BF16.roll(4321).unsqueeze(-1)], dim=-1)
+    for on_gpu, on_cpu in zip(quantise(groups.cuda(), 2), quantise(groups, 2), strict=True):
+        assert torch.equal(on_gpu.cpu().float().nan_to_num(999), on_cpu.float().nan_to_num(999))

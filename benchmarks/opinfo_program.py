@@ -28,7 +28,6 @@ from dsv4_compile.compat.dispatch import pytree, with_lazy_bits_of
 from .alike import differences
 
 CALLS = 3
-_TENSOR = object()  # stands for a tensor in a nest
 _LIBRARY = Library("opinfo_sweep", "DEF")
 _LIBRARY.define("crossed(Tensor x) -> Tensor")
 _LIBRARY.impl("crossed", lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -64,31 +63,38 @@ class Sample:
     Attributes:
         tensors: the tensors of a call.
         form: the nest around them.
-        leaves: its leaves, with `_TENSOR` in the places of tensors.
+        leaves: its leaves, with None in the places of tensors.
+        places: for each leaf, whether it is a tensor. Not a mark among the leaves: Dynamo of torch 2.11 cannot compare
+            an object of no class of its own.
     """
 
     tensors: tuple[Tensor, ...]
     form: Any
     leaves: tuple[Any, ...]
+    places: tuple[bool, ...]
 
     @classmethod
     def of(cls, sample: Any) -> Sample:
         """From a `SampleInput`."""
         leaves, form = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
         tensors = tuple(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor))
-        return cls(tensors, form, tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        places = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(tensors, form, others, places)
 
     def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         """Call an operator with these tensors."""
         given = iter(tensors)
-        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        leaves = [next(given) if place else leaf for leaf, place in zip(self.leaves, self.places, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.form)
         return function(*args, **kwargs)
 
     def has_form_of(self, other: Sample) -> bool:
         """Whether one compiled program may serve both."""
         layouts = ([(t.shape, t.dtype, t.stride()) for t in sample.tensors] for sample in (self, other))
-        return next(layouts) == next(layouts) and (self.form, repr(self.leaves)) == (other.form, repr(other.leaves))
+        if next(layouts) != next(layouts) or (self.form, self.places) != (other.form, other.places):
+            return False
+        return repr(self.leaves) == repr(other.leaves)
 
 
 def samples_of(op: Any, dtype: torch.dtype, count: int) -> list[list[Sample]]:

@@ -400,7 +400,7 @@ def test_threads_that_compile_capture_and_replay_at_once(compiler: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=200)
+        thread.join(timeout=250)
     assert len(results) == 90
     for actual, expected in results:
         assert_same(actual, expected, tolerant=True)

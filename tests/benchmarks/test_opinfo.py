@@ -74,21 +74,23 @@ def spin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "text"),
+    ("action", "patience", "text"),
     [
-        (lambda: os._exit(7), "the process ended with 7"),
-        (spin, "took longer than its limit"),
-        (lambda: time.sleep(60), "the process ended with -9"),
+        # by how long a machine may take that is busy with other things, except for the one that never ends by itself
+        (lambda: os._exit(7), 250.0, "the process ended with 7"),
+        (spin, 250.0, "took longer than its limit"),
+        (lambda: time.sleep(10_000), 1.0, "the process ended with -9"),
     ],
 )
 def test_a_crash_and_a_hang_are_findings(
-    action: Callable[[], None], text: str, monkeypatch: pytest.MonkeyPatch
+    action: Callable[[], None], patience: float, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(op: Any, dtype: torch.dtype, count: int) -> list[Finding]:
         action()
         return []
 
     monkeypatch.setattr(opinfo, "findings", act)
+    monkeypatch.setattr(opinfo, "_PATIENCE", patience)
     job = Job(SimpleNamespace(name="acting", variant_test_name=""), torch.float32)
     ((_, found),) = run([job], Sweep(seconds=0.2))
     assert [finding.text for finding in found] == [text]

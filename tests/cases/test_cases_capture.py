@@ -244,7 +244,7 @@ def test_b60_threads_at_first_use(setup: Setup, sizes: tuple[tuple[int, ...], ..
     barrier, results = threading.Barrier(len(sizes)), []
 
     def serve(own: tuple[int, ...]) -> None:
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=250)
         with torch.no_grad():
             for n in own * 8:
                 x = rows(n)
@@ -254,7 +254,7 @@ def test_b60_threads_at_first_use(setup: Setup, sizes: tuple[tuple[int, ...], ..
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=250)
     assert not any(thread.is_alive() for thread in threads)
     assert len(results) == 8 * sum(map(len, sizes))
     for actual, expected in results:

@@ -301,7 +301,7 @@ def test_two_threads_and_an_interrupt_in_one() -> None:
                 for _ in range(3):
                     other.call()
 
-            pool.submit(serve).result(timeout=60)
+            pool.submit(serve).result(timeout=250)
 
 
 def test_a_call_that_ends_well_changes_nothing() -> None:

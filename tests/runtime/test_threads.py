@@ -181,12 +181,12 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
     barrier = threading.Barrier(count)
 
     def start(index: int) -> None:
-        barrier.wait(30)
+        barrier.wait(250)
         work(index)
 
     with ThreadPoolExecutor(count) as pool:
         for future in [pool.submit(start, index) for index in range(count)]:
-            future.result(timeout=120)
+            future.result(timeout=250)
 
 
 def test_threads_share_the_buckets_of_one_function() -> None:

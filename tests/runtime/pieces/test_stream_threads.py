@@ -117,7 +117,7 @@ def test_warm_ups_and_captures_inside_of_a_warm_up_do_not_wait_for_it() -> None:
 
     thread = threading.Thread(target=nested, daemon=True)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=250)
     assert reached == ["warm-up", "capture"]
 
 

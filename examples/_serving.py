@@ -21,8 +21,9 @@ from transformers import AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM
 import dsv4_compile
 from dsv4_compile.errors import UnsupportedConfigError
 from dsv4_compile.inspect.plan import Plan
+from dsv4_compile.integrations.transformers_mtp import WithMTP
 from dsv4_compile.log import pluralize, progress_bar
-from dsv4_compile.runners import ModelRunner
+from dsv4_compile.runners import DraftCounts, ModelRunner
 
 RATIOS = (0, 4, 128)  # the three kinds of layer, in turn
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -66,8 +67,9 @@ class Served:
         first_token_s: seconds from the start to a request's first token, mean over the requests, waiting included.
         decode_step_s: seconds of a step in which every request decodes; the median; None if there was no such step.
         num_steps: calls of the model.
-        replays: steps that a captured program served.
+        replays: calls, of the model and of a drafter, that a captured program served.
         eager_ops: ops launched one by one in eager regions, over all steps.
+        drafts: what became of drafted tokens.
     """
 
     answers: list[list[int]]
@@ -76,6 +78,12 @@ class Served:
     num_steps: int
     replays: int
     eager_ops: int
+    drafts: DraftCounts
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the model, and of a drafter."""
+        return self.num_steps + self.drafts.calls
 
 
 def serve_batch(
@@ -98,7 +106,7 @@ def serve_batch(
             result = runner.step()
             now = time.perf_counter()
             num_steps += 1
-            if all(end == begin_at + 1 for _, begin_at, end in result.scheduled):
+            if all(end <= begin_at + 1 + runner.limits.num_draft_tokens for _, begin_at, end in result.scheduled):
                 decodes.append(now - begin)
             first |= {request: now - start for request in result.new_tokens if request not in first}
             answers |= result.finished
@@ -111,6 +119,7 @@ def serve_batch(
         num_steps=num_steps,
         replays=after["replays"] - before["replays"],
         eager_ops=after["eager_op_calls"] - before["eager_op_calls"],
+        drafts=runner.draft_counts,
     )
 
 
@@ -156,19 +165,19 @@ def stop_tokens(model: Any) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
-def small_checkpoint_folder(num_layers: int) -> Path:
-    """Where the small random checkpoint of so many layers is kept."""
+def small_checkpoint_folder(num_layers: int, *, mtp: bool = False) -> Path:
+    """Where the small random checkpoint of so many layers is kept; one with an MTP block has a folder of its own."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dsv4_compile" / f"small-{num_layers}-layers"
+    return cache / "dsv4_compile" / f"small-{num_layers}-layers{'-mtp' if mtp else ''}"
 
 
-def small_checkpoint(num_layers: int) -> Path:
+def small_checkpoint(num_layers: int, *, mtp: bool = False) -> Path:
     """The folder of a small random checkpoint, made if it is not there yet.
 
     Raises:
         OSError: it cannot be made.
     """
-    folder = small_checkpoint_folder(num_layers)
+    folder = small_checkpoint_folder(num_layers, mtp=mtp)
     if not folder.is_dir():
         cache = folder.parent
         try:
@@ -176,12 +185,12 @@ def small_checkpoint(num_layers: int) -> Path:
         except OSError as error:
             raise OSError(f"cannot make {cache}: {error.strerror}; XDG_CACHE_HOME names another folder") from error
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
-            random_model(num_layers).save_pretrained(Path(unfinished) / "checkpoint")
+            random_model(num_layers, mtp=mtp).save_pretrained(Path(unfinished) / "checkpoint")
             (Path(unfinished) / "checkpoint").rename(folder)
     return folder
 
 
-def random_model(num_layers: int) -> DeepseekV4ForCausalLM:
+def random_model(num_layers: int, *, mtp: bool = False) -> DeepseekV4ForCausalLM:
     """A DeepSeek V4 with small sizes and random weights, those that are made as zeros included."""
     config = DeepseekV4Config(
         vocab_size=256,
@@ -204,7 +213,7 @@ def random_model(num_layers: int) -> DeepseekV4ForCausalLM:
         index_topk=16,
         rope_parameters={"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256},
     )
-    model = DeepseekV4ForCausalLM(config)
+    model = (WithMTP if mtp else DeepseekV4ForCausalLM)(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -213,4 +222,18 @@ def random_model(num_layers: int) -> DeepseekV4ForCausalLM:
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):  # which experts a token goes to in the first layers
                 buffer.random_(config.n_routed_experts, generator=generator)
+        if mtp:
+            make_alike(model)
     return model
+
+
+def make_alike(model: WithMTP) -> None:
+    """Let the next token hang mostly on the last one, for the model and for its MTP block: then many drafts are right.
+
+    What a trained block has learnt from the model, a random one cannot know.
+    """
+    block: Any = model.mtp[0]
+    model.model.embed_tokens.weight.mul_(40)
+    block.e_proj.weight.copy_(50 * torch.eye(model.config.hidden_size))
+    block.enorm.weight.fill_(1)
+    block.kv_norm.weight.copy_(model.model.norm.weight)

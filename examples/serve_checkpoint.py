@@ -4,12 +4,13 @@ Without `--model` it makes a small random checkpoint once, in a cache folder and
 weights the answers mean nothing, but they must be the same. Four requests run at once, a fifth joins when one leaves,
 and a long prompt is prefilled in chunks while others decode already. A last row serves from packed 8-bit caches. The
 exit code says whether every configuration gave the tokens of transformers' own `generate`, which for packed caches
-rounds its own alike.
+rounds its own alike. With `--mtp` the checkpoint's MTP block drafts tokens.
 
     python examples/serve_checkpoint.py --tokens 8 --runner mrv1
     python examples/serve_checkpoint.py --model path/to/DeepSeek-V4 --device cuda
     python examples/serve_checkpoint.py --kv-cache-dtype fp8_ds_mla --index-cache-dtype mxfp4
     python examples/serve_checkpoint.py --region narrow --trace step.json    # then open it in ui.perfetto.dev
+    python examples/serve_checkpoint.py --mtp 2
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ PROMPTS = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One line of the table: a configuration, what it served from caches of which formats, and for a compiled one its
-    plan and set-up time."""
+    plans and set-up time."""
 
     name: str
     served: Served
     formats: tuple[str, str]
     plan: Plan | None = None
+    drafter_plan: Plan | None = None
     capture_s: float | None = None
 
 
@@ -91,9 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         complaint = f"transformers needs a library that is not installed: {error}"
     except (SafetensorError, json.JSONDecodeError) as error:
-        cure = (
-            "copy it again" if options.model else f"remove {small_checkpoint_folder(options.layers)}, it is made anew"
-        )
+        made = small_checkpoint_folder(options.layers, mtp=bool(options.mtp))
+        cure = "copy it again" if options.model else f"remove {made}, it is made anew"
         complaint = f"{error}; a file of the checkpoint is damaged or incomplete, {cure}"
     print(f"error: {options.model or 'small checkpoint'}: {' '.join(complaint.split())}", file=sys.stderr)
     return 2
@@ -103,13 +104,13 @@ def run(options: argparse.Namespace) -> int:
     """Load, serve in every configuration, compare, print."""
     if not options.model:
         torch.set_num_threads(1)  # its tensors are so small that threads only wait for each other
-    folder = options.model or small_checkpoint(options.layers)
-    original = load(folder, options.device, DTYPES[options.dtype])
+    folder = options.model or small_checkpoint(options.layers, mtp=bool(options.mtp))
+    original = load(folder, options.device, DTYPES[options.dtype], mtp=bool(options.mtp))
     tokenizer = load_tokenizer(folder)
     texts = options.prompt or PROMPTS
     prompts = [tokenizer.encode(text) for text in texts]
     formats = (options.kv_cache_dtype, options.index_cache_dtype)
-    serving = Serving(original, prompts, options.tokens, formats)
+    serving = Serving(original, prompts, options.tokens, formats, options.mtp)
     layers = pluralize(original.config.num_hidden_layers, "layer")
     print(f"checkpoint {folder}: {layers}, {original.dtype}, {options.device}", flush=True)
     rows = [serving.eager()]
@@ -122,7 +123,9 @@ def run(options: argparse.Namespace) -> int:
     traced = rows[-1].name
     if formats == AS_THE_MODEL and not (options.runner or options.region):
         print(f"mrv2 narrow once more, with {' and '.join(PACKED)} caches", flush=True)
-        rows.append(Serving(original, prompts, options.tokens, PACKED).compiled("mrv2", "narrow", trace=None))
+        rows.append(
+            Serving(original, prompts, options.tokens, PACKED, options.mtp).compiled("mrv2", "narrow", trace=None)
+        )
     expected = {
         formats: rounded_reference(original, prompts, options.tokens, formats)
         for formats in dict.fromkeys(row.formats for row in rows)
@@ -131,14 +134,16 @@ def run(options: argparse.Namespace) -> int:
     print_answers(texts, rows[0].served, tokenizer)
     print_plans(rows)
     print_table(rows)
+    if options.mtp:
+        print_drafts(rows)
     if options.trace:
         print(f"\ntrace of one decode step of {traced}: {options.trace} (open it in https://ui.perfetto.dev)")
     return print_verdict(rows, expected, original.dtype)
 
 
-def load(folder: Path, device: torch.device, dtype: torch.dtype | None) -> Any:
+def load(folder: Path, device: torch.device, dtype: torch.dtype | None, *, mtp: bool = False) -> Any:
     """The model as transformers loads it, with experts that are captured; no dtype: the checkpoint's own."""
-    original: Any = load_original(folder, device=device, dtype=dtype).eval()
+    original: Any = load_original(folder, device=device, dtype=dtype, mtp=mtp).eval()
     if device.type == "cpu" or original.dtype != torch.bfloat16:
         # transformers' grouped experts read the routing back to the host there, which is eager
         original.set_experts_implementation("batched_mm")
@@ -146,11 +151,22 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 class Serving:
-    """A model with our attention and the requests it is to serve, again and again under other configurations."""
+    """A model with our attention and the requests it is to serve, again and again under other configurations.
 
-    def __init__(self, original: Any, prompts: Sequence[list[int]], num_tokens: int, formats: tuple[str, str]) -> None:
+    Compiled configurations draft so many tokens in a step as they are told to.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        formats: tuple[str, str],
+        num_drafts: int = 0,
+    ) -> None:
         self._formats = formats
         self._prompts, self._num_tokens, self._stop = prompts, num_tokens, stop_tokens(original)
+        self._num_drafts = num_drafts
         longest, limit = max(map(len, prompts)), original.config.max_position_embeddings
         self._longest = longest + num_tokens
         if self._longest > limit:
@@ -178,19 +194,40 @@ class Serving:
         """Compiled for one kind of runner, with its eager holes placed by one policy; a trace follows if asked for."""
         torch.compiler.reset()  # frees what the last configuration captured
         options: dict[str, Any] = {"runner": runner_name, "region": region, "max_tokens": CHUNK}
-        compiled = torch.compile(self._model, backend="dsv4_piecewise", dynamic=True, options=options)
-        runner = self._runner(runner_name, compiled)
-        plan = dsv4_compile.explain(self._model, *arguments_of(runner.padding_inputs(CHUNK)), options=options)
+        if self._num_drafts:
+            options["pool"] = dsv4_compile.MemoryPool()  # the model and its drafter run in turns
+        compiled, drafter = (
+            None if module is None else torch.compile(module, backend="dsv4_piecewise", dynamic=True, options=options)
+            for module in (self._model, self._model.drafter)
+        )
+        runner = self._runner(runner_name, compiled, drafter)
+        plan, drafter_plan = self._explain(runner, options)
         start = time.perf_counter()
-        dsv4_compile.capture(compiled, lambda size: arguments_of(runner.padding_inputs(size)), BATCH_SIZES)
+        dsv4_compile.capture(runner.run_padding, lambda size: (size,), BATCH_SIZES)
         seconds = time.perf_counter() - start
         served = self._serve(runner)
         if trace:
             trace_decode_step(runner, self._prompts, trace)
         name = f"{runner_name} {region}" + (" fp8" if self._formats == PACKED else "")
-        return Row(name=name, served=served, formats=self._formats, plan=plan, capture_s=seconds)
+        return Row(
+            name=name,
+            served=served,
+            formats=self._formats,
+            plan=plan,
+            drafter_plan=drafter_plan,
+            capture_s=seconds,
+        )
 
-    def _runner(self, name: str, model: Any) -> ModelRunner:
+    def _explain(self, runner: ModelRunner, options: dict[str, Any]) -> tuple[Plan, Plan | None]:
+        arguments = arguments_of(runner.padding_inputs(CHUNK))
+        plan = dsv4_compile.explain(self._model, *arguments, options=options)
+        if self._model.drafter is None:
+            return plan, None
+        with torch.no_grad():
+            _, streams = self._model(*arguments)
+        return plan, dsv4_compile.explain(self._model.drafter, *arguments, streams, options=options)
+
+    def _runner(self, name: str, model: Any, drafter: Any = None) -> ModelRunner:
         return RUNNERS[name](
             model,
             self._model.config,
@@ -199,6 +236,8 @@ class Serving:
             max_model_len=self._longest,
             buckets=BATCH_SIZES,
             attention=self._model,
+            drafter=drafter,
+            num_draft_tokens=0 if drafter is None else self._num_drafts,
         )
 
     def _serve(self, runner: ModelRunner) -> Served:
@@ -231,12 +270,14 @@ def print_plans(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.plan is not None:
             print("\n" + "\n".join(summarise_plan(row.name, row.plan)))
+        if row.drafter_plan is not None:
+            print("\n".join(summarise_plan(f"{row.name}, drafter", row.drafter_plan)))
 
 
 def print_table(rows: Sequence[Row]) -> None:
     """One line for each configuration; what a configuration has not is a dash."""
     columns = ("first token", "decode step", "replays", "eager ops", "capture", "workspace")
-    units = ("ms", "ms", "of steps", "a step", "s", "bytes")
+    units = ("ms", "ms", "of calls", "a step", "s", "bytes")
     print()
     for name, cells in (("", columns), ("", units), *((row.name, cells_of(row)) for row in rows)):
         print(f"{name:<16}" + "".join(f"{cell:>13}" for cell in cells))
@@ -249,9 +290,22 @@ def cells_of(row: Row) -> tuple[str, ...]:
     times = (f"{served.first_token_s * 1e3:.1f}", decode)
     if row.plan is None:
         return (*times, "-", "all", "-", "-")
-    replays = f"{served.replays} of {served.num_steps}"
+    replays = f"{served.replays} of {served.num_calls}"
     eager_ops = f"{served.eager_ops / served.num_steps:.0f}"
     return (*times, replays, eager_ops, f"{row.capture_s:.1f}", str(row.plan.workspace.planned))
+
+
+def print_drafts(rows: Sequence[Row]) -> None:
+    """How many drafts stayed, and how many steps that saved beside the first row, which drafts nothing."""
+    print()
+    without = rows[0].served.num_steps
+    for row in rows[1:]:
+        drafts, steps = row.served.drafts, row.served.num_steps
+        places = " + ".join(map(str, drafts.accepted_by_place))
+        print(
+            f"{row.name}: {drafts.accepted} of {drafts.drafted} drafts accepted ({places}), "
+            f"{steps} steps instead of {without}: {without - steps} saved"
+        )
 
 
 def print_verdict(rows: Sequence[Row], expected: Mapping[tuple[str, str], list[list[int]]], dtype: torch.dtype) -> int:
@@ -292,6 +346,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: five of our own")
     parser.add_argument("--tokens", type=positive, default=16, help="new tokens a request (default 16)")
     parser.add_argument("--layers", type=positive, help="layers of the small random checkpoint (default 4)")
+    parser.add_argument(
+        "--mtp", type=int, choices=(1, 2), default=0, help="draft so many tokens a step with the MTP block"
+    )
     parser.add_argument("--runner", choices=RUNNERS, help="only this one; default both")
     parser.add_argument("--region", choices=REGIONS, help="only this one; with --runner, any pair")
     parser.add_argument("--device", type=device, default="cpu", help='"cpu" (default), "cuda" or "cuda:1"')

@@ -65,12 +65,20 @@ class WithMTP(DeepseekV4ForCausalLM):  # type: ignore[misc]  # transformers has 
         one_more.layer_types = [*config.layer_types, "sliding_attention"]
         one_more.mlp_layer_types = [*config.mlp_layer_types, "moe"]
         self.mtp = nn.ModuleList([MTPLayer(one_more, config.num_hidden_layers)])
+        for module in self.mtp.modules():
+            if getattr(module, "config", None) is one_more:
+                module.config = config  # what is set on the model later is set for the block too
         self.post_init()
 
     @classmethod
     def is_custom_code(cls) -> bool:
         """No: what transformers asks before it applies its own renamings."""
         return False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the base class, which transformers would look for in the source of this file."""
+        return bool(DeepseekV4ForCausalLM._can_set_experts_implementation())
 
 
 class StreamsBlock(nn.Module):

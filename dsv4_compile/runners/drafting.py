@@ -27,7 +27,7 @@ writes that row anew, too, before a row after it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -51,12 +51,14 @@ class DraftCounts:
     """What became of the drafts of a runner.
 
     Attributes:
+        calls: of the drafter, in steps.
         verifications: times that a request had drafts verified.
         drafted: tokens that were verified.
         accepted: how many of them stayed.
         accepted_by_place: of the first drafts, of the second.
     """
 
+    calls: int = 0
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -65,7 +67,8 @@ class DraftCounts:
     def plus(self, num_drafted: int, num_accepted: int) -> DraftCounts:
         """With one more verification."""
         places = [*self.accepted_by_place, *[0] * (num_drafted - len(self.accepted_by_place))]
-        return DraftCounts(
+        return replace(
+            self,
             verifications=self.verifications + 1,
             drafted=self.drafted + num_drafted,
             accepted=self.accepted + num_accepted,
@@ -183,6 +186,7 @@ class Drafting:
 
     def _call(self, spans: Sequence[Span], num_tokens: int, streams: Tensor) -> tuple[Tensor, Tensor]:
         made = self.inputs.make(self.builder.build(spans), num_tokens)
+        self.counts = replace(self.counts, calls=self.counts.calls + bool(spans))
         output = self.drafter(made.input_ids, made.positions, made.step, _as_input(streams))
         logits, made_streams = check_output(output, num_tokens, "drafter")
         if made_streams is None:

@@ -284,6 +284,15 @@ def test_compiled_each_as_one_graph_and_captured_together(
         assert runner.generate(prompts, 8) == expected
 
 
+def test_the_experts_of_the_block_are_those_of_the_model(tmp_path: Path) -> None:
+    random_with_mtp((0,)).save_pretrained(tmp_path / "checkpoint")
+    model = load_original(tmp_path / "checkpoint", mtp=True, experts_implementation="eager")
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    assert [module.config._experts_implementation for module in experts] == ["eager", "eager"]
+    model.set_experts_implementation("batched_mm")
+    assert [module.config._experts_implementation for module in experts] == ["batched_mm", "batched_mm"]
+
+
 def test_the_original_generates_without_the_block(original: WithMTP, tmp_path: Path) -> None:
     original.save_pretrained(tmp_path / "checkpoint")
     plain, more = load_original(tmp_path / "checkpoint"), load_original(tmp_path / "checkpoint", mtp=True)

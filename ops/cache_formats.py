@@ -84,7 +84,9 @@ def pack(x: Tensor, cache_format: str, rope_dims: int = 0) -> tuple[Tensor, Tens
         return torch.cat([codes.view(torch.uint8), kept], dim=-1), _pad_to(scales, 8)
     if cache_format == FP8:
         codes, scales = quantise_e4m3(x, x.shape[-1])
-        return codes.view(torch.uint8), scale_values(scales).view(torch.uint8)
+        # of no entries they may have any strides, which a view as bytes refuses
+        values = scale_values(scales).clone(memory_format=torch.contiguous_format)
+        return codes.view(torch.uint8), values.view(torch.uint8)
     codes, scales = quantise_e2m1(x, MXFP4_GROUP)
     return codes, _pad_to(scales, 4)
 

@@ -43,6 +43,9 @@ def _attend(
     ratio: int,
     scale: float,
     out: Tensor,
+    kv_cache_dtype: str = "auto",
+    rope_dims: int = 64,
+    scratch: Tensor | None = None,
 ) -> None:
     """Attention over the first rows of the cache: it reads what captured pieces have written."""
     keys = swa_cache.flatten(0, 1)[:window].to(q.dtype)
@@ -60,6 +63,8 @@ def _select(
     block_table: Tensor,
     ratio: int,
     topk_indices: Tensor,
+    index_cache_dtype: str = "auto",
+    scratch: Tensor | None = None,
 ) -> None:
     """The first blocks of each token."""
     ids = torch.arange(topk_indices.shape[1], dtype=torch.int32, device=positions.device)

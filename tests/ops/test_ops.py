@@ -19,7 +19,7 @@ def written(name, arguments):
     """Names and values of the arguments that the schema marks as mutated."""
     schema = op_samples.op(name)._schema
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return {name: arguments[name] for name in names if arguments[name] is not None}
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
 def numbers(value):

@@ -153,7 +153,7 @@ def test_an_interrupted_capture_leaves_both_whole(monkeypatch: pytest.MonkeyPatc
         patch.setattr(HostEngine, "capture", fail)
         with pytest.raises(KeyboardInterrupt), torch.no_grad(), uniform_decode():
             trial.compiled(*batch(4, 0))
-    assert [owner._serving for owner in owners()] == [{}, {}]
+    assert not any(owner._serving for owner in owners())
     with counters.expect(captures=1, full_replays=2, replays=3):
         trial.times(2, 4, query_len=1)
         trial.call(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,31 @@ def test_every_configuration_serves_what_transformers_generates(
     for name in compiled:
         assert rows[name][2] == rows[name][4]  # "n of n": every step was a replay
         assert int(rows[name][7]) > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mrv1 wide", "mrv1 minimal", "mrv2 narrow"])
+def test_with_drafts_a_configuration_serves_the_same_in_fewer_steps(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    runner, region = name.split()
+    arguments = ["--tokens", "12", "--layers", "3", "--mtp", "2", "--runner", runner, "--region", region]
+    assert demo.main(arguments) == 0
+    printed = printed_lines(capsys)
+    assert printed[-1] == f"eager, {name}: {SAME} (5 requests)"
+    (drafts,) = [line for line in printed if " drafts accepted (" in line]
+    accepted, drafted, first, second, steps, without, saved = map(int, re.findall(r" \(?(\d+)", drafts))
+    assert 0 < accepted == first + second < drafted
+    assert 0 < saved == without - steps
+    row = printed[printed.index(drafts) - 2].split()
+    assert row[:2] == [runner, region]
+    assert row[4] == row[6]  # "n of n": every call was a replay
+    assert (tmp_path / "dsv4_compile" / "small-3-layers-mtp").is_dir()
+
+
+def test_a_checkpoint_without_an_mtp_block_gets_one_line(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = demo.small_checkpoint(1)
+    check_error(demo, capsys, ["--model", str(folder), "--mtp", "1"], f"{folder}: {folder}: the checkpoint has no MTP")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +178,7 @@ def test_bytes_are_shown_as_text_where_they_can_be() -> None:
     [
         (["--tokens", "0"], "argument --tokens: '0' is not an integer of at least 1"),
         (["--layers", "many"], "argument --layers: 'many' is not an integer of at least 1"),
+        (["--mtp", "3"], "argument --mtp: invalid choice: 3"),
         (["--runner", "mrv3"], "argument --runner: invalid choice: 'mrv3'"),
         (["--region", "small"], "argument --region: invalid choice: 'small'"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),

@@ -31,7 +31,7 @@ from .kernel_cases import Case, compiled_cases
 from .sections import Table
 
 ARCHITECTURES = tuple(SHARED_MEMORY)
-TYPES = {
+TYPES = {  # as Triton names them
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int32: "i32",

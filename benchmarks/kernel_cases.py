@@ -6,12 +6,21 @@ On the device "meta" a call has shapes and no memory: enough to see what it woul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsv4_compile.models.deepseek_v4 import DeepseekV4Config, LayerKind
+from dsv4_compile.ops.cache_formats import (
+    FP8,
+    FP8_DS_MLA,
+    FP8_DS_MLA_ALIGNMENT,
+    MXFP4,
+    PLAIN,
+    page_bytes,
+    row_bytes,
+)
 from dsv4_compile.ops.kernels.serve import NO_TRITON, KernelCall, Value, find_kernels
 
 MODELS = {"Flash": DeepseekV4Config.flash(), "Pro": DeepseekV4Config.pro()}
@@ -32,6 +41,7 @@ class Case:
         tokens: of the step.
         context: tokens of each request.
         heads: query heads on this device; the model's, or its share of them.
+        cache_format: of the caches that the op reads or writes.
     """
 
     op: str
@@ -40,6 +50,7 @@ class Case:
     tokens: int
     context: int
     heads: int
+    cache_format: str = PLAIN
 
     def arguments(self, device: str) -> Arguments:
         """Those of the op, in order; one request a token, or one request of all tokens in a prefill."""
@@ -82,8 +93,14 @@ def _rows(device: str, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
-def _pages(blocks: int, rows: int, width: int, device: str) -> Tensor:
-    return torch.randn(blocks, rows, width, dtype=torch.bfloat16, device=device)
+def _pages(case: Case, blocks: int, rows: int, width: int, device: str, rope: int = 0) -> Tensor:
+    if case.cache_format == PLAIN:
+        return torch.randn(blocks, rows, width, dtype=torch.bfloat16, device=device)
+    bytes_a_row = row_bytes(case.cache_format, width, rope)
+    page = page_bytes(rows, bytes_a_row, FP8_DS_MLA_ALIGNMENT)
+    # codes of small numbers, and scales near 1: any byte below 128 is both
+    memory = torch.randint(100, 128, (blocks, page), dtype=torch.uint8, device=device)
+    return memory[:, : rows * bytes_a_row].view(blocks, rows, bytes_a_row)
 
 
 def _ratio(case: Case) -> int:
@@ -92,7 +109,8 @@ def _ratio(case: Case) -> int:
 
 def _forward_mqa(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
     positions, token_to_req, requests = _step(case, device)
-    ratio, width = _ratio(case), config.head_dim
+    ratio, width, rope = _ratio(case), config.head_dim, config.qk_rope_head_dim
+    rows = config.compressed_block_size // max(ratio, 1)
     swa_blocks = -(-case.context // config.swa_block_size)
     kept = min(requests * swa_blocks, 4096)  # pages behind the window are given back
     blocks = -(-case.context // config.compressed_block_size)
@@ -108,15 +126,17 @@ def _forward_mqa(case: Case, config: DeepseekV4Config, device: str) -> Arguments
         "attn_sink": torch.zeros(case.heads, device=device),
         "positions": positions,
         "token_to_req": token_to_req,
-        "swa_cache": _pages(kept, config.swa_block_size, width, device),
+        "swa_cache": _pages(case, kept, config.swa_block_size, width, device, rope),
         "swa_block_table": _table(requests, swa_blocks, device) % kept,
-        "kv_cache": _pages(requests * blocks, config.compressed_block_size // ratio, width, device) if ratio else None,
+        "kv_cache": _pages(case, requests * blocks, rows, width, device, rope) if ratio else None,
         "block_table": _table(requests, blocks, device) if ratio else None,
         "topk_indices": topk,
         "window": config.sliding_window,
         "ratio": ratio,
         "scale": width**-0.5,
         "out": torch.empty(shape, dtype=torch.bfloat16, device=device),
+        "kv_cache_dtype": case.cache_format,
+        "rope_dims": rope,
     }
 
 
@@ -124,17 +144,28 @@ def _sparse_indexer(case: Case, config: DeepseekV4Config, device: str) -> Argume
     positions, token_to_req, requests = _step(case, device)
     heads, width = config.index_n_heads, config.index_head_dim
     blocks = -(-case.context // config.compressed_block_size)
+    queries, scales = _packed_queries(case, heads, width, device)
     return {
-        "index_q": torch.randn(case.tokens, heads, width, dtype=torch.bfloat16, device=device),
-        "index_q_scale": None,
+        "index_q": queries,
+        "index_q_scale": scales,
         "index_weights": torch.randn(case.tokens, heads, device=device),
         "positions": positions,
-        "k_cache": _pages(requests * blocks, config.compressed_block_size // 4, width, device),
+        "k_cache": _pages(case, requests * blocks, config.compressed_block_size // 4, width, device),
         "token_to_req": token_to_req,
         "block_table": _table(requests, blocks, device),
         "ratio": 4,
         "topk_indices": torch.empty(case.tokens, config.index_topk, dtype=torch.int32, device=device),
+        "index_cache_dtype": case.cache_format,
     }
+
+
+def _packed_queries(case: Case, heads: int, width: int, device: str) -> tuple[Tensor, Tensor | None]:
+    """Queries of the indexer in the format of its keys, and their scales."""
+    if case.cache_format == MXFP4:
+        codes = torch.randint(0, 128, (case.tokens, heads, width // 2), dtype=torch.uint8, device=device)
+        return codes, torch.full((case.tokens, heads, 4), 127, dtype=torch.uint8, device=device)
+    queries = _rows(device, case.tokens, heads, width)
+    return (queries.to(torch.float8_e4m3fn), None) if case.cache_format == FP8 else (queries, None)
 
 
 def _table_of_rope(case: Case, config: DeepseekV4Config, device: str) -> Tensor:
@@ -164,7 +195,8 @@ def _qnorm_rope_kv_insert(case: Case, config: DeepseekV4Config, device: str) -> 
         "slot_mapping": torch.arange(case.tokens, device=device),
         "eps": config.rms_norm_eps,
         "q_out": _rows(device, *shape),
-        "swa_cache": _pages(blocks, config.swa_block_size, config.head_dim, device),
+        "swa_cache": _pages(case, blocks, config.swa_block_size, config.head_dim, device, config.qk_rope_head_dim),
+        "kv_cache_dtype": case.cache_format,
     }
 
 
@@ -178,6 +210,8 @@ def _compress_kv_insert(case: Case, config: DeepseekV4Config, device: str) -> Ar
     slots = torch.where((positions + 1) % kind.value == 0, torch.arange(case.tokens, device=device), -1)
     # the states of a window alone, whatever the context: they are all that is ever read
     kept = min(requests * state_blocks, 4096)
+    rows = config.compressed_block_size // kind.value
+    rope = config.qk_rope_head_dim if case.cache_format == FP8_DS_MLA else 0
     return {
         "kv_score": _rows(device, case.tokens, 2 * channels),
         "ape": torch.randn(kind.value, channels, device=device),
@@ -191,20 +225,24 @@ def _compress_kv_insert(case: Case, config: DeepseekV4Config, device: str) -> Ar
         "ratio": kind.value,
         "eps": config.rms_norm_eps,
         "state_cache": torch.randn(max(kept, -(-case.tokens // state_rows)), state_rows, 2 * channels, device=device),
-        "kv_cache": _pages(max(blocks, case.tokens), config.compressed_block_size // kind.value, width, device),
+        "kv_cache": _pages(case, max(blocks, case.tokens), rows, width, device, rope),
+        "kv_cache_dtype": case.cache_format,
     }
 
 
 def _indexer_q_rope(case: Case, config: DeepseekV4Config, device: str) -> Arguments:
     heads, width = config.index_n_heads, config.index_head_dim
+    queries, scales = _packed_queries(case, heads, width, device)
     return {
         "index_q": _rows(device, case.tokens, heads, width),
         "weights": _rows(device, case.tokens, heads),
         "positions": _step(case, device)[0],
         "cos_sin": _table_of_rope(case, config, device),
         "scale": (heads * width) ** -0.5,
-        "q_out": _rows(device, case.tokens, heads, width),
+        "q_out": queries,
         "weights_out": torch.empty(case.tokens, heads, device=device),
+        "q_scale_out": scales,
+        "index_cache_dtype": case.cache_format,
     }
 
 
@@ -234,8 +272,28 @@ VARIANTS = {
 }
 
 
+# formats other than plain rows of what an op reads or writes
+FORMATS = {
+    ("forward_mqa", "SWA"): (FP8_DS_MLA,),
+    ("forward_mqa", "C4A"): (FP8_DS_MLA,),
+    ("forward_mqa", "C128A"): (FP8_DS_MLA,),
+    ("compress_kv_insert", "C4A"): (FP8_DS_MLA,),
+    ("compress_kv_insert", "C128A"): (FP8_DS_MLA,),
+    ("compress_kv_insert", "indexer"): (FP8, MXFP4),
+    ("qnorm_rope_kv_insert", "C4A"): (FP8_DS_MLA,),
+    ("sparse_indexer", "C4A"): (FP8, MXFP4),
+    ("indexer_q_rope", "C4A"): (FP8, MXFP4),
+}
+
+
 def compiled_cases() -> Iterator[Case]:
     """Cases that between them launch every specialisation of the released models, whole or with heads sharded."""
+    for case in _plain_cases():
+        yield case
+        yield from (replace(case, cache_format=packed) for packed in FORMATS.get((case.op, case.variant), ()))
+
+
+def _plain_cases() -> Iterator[Case]:
     for op in OPS:
         for variant in VARIANTS.get(op, ("C4A",)):
             for model in ("Flash",) if op in VARIANTS else MODELS:

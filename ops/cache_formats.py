@@ -170,19 +170,26 @@ def check_queries(op: str, argument: str, queries: Tensor, scales: Tensor | None
     Raises:
         ArgumentError: saying what they are, and what they must be.
     """
+    reason = why_not_queries(queries, scales, cache_format)
+    if reason is not None:
+        from ..errors import ArgumentError
+
+        raise ArgumentError(f"{op}: {argument} is {reason}")
+
+
+def why_not_queries(queries: Tensor, scales: Tensor | None, cache_format: str) -> str | None:
+    """What queries of the indexer and their scales are, and have to be, if they are not in a format; else None."""
     dtypes = {FP8: (torch.float8_e4m3fn,), MXFP4: (torch.uint8,)}.get(cache_format, _PLAIN_DTYPES)
     wanted = None
     if cache_format == MXFP4:
         wanted = (*queries.shape[:-1], row_parts(MXFP4, 2 * queries.shape[-1])[1])
     given = None if scales is None else tuple(scales.shape)
     if queries.dtype in dtypes and given == wanted and (scales is None or scales.dtype is torch.uint8):
-        return
-    from ..errors import ArgumentError
-
+        return None
     has = "no scales" if scales is None else f"scales {scales.dtype} {list(scales.shape)}"
     takes = "no scales" if wanted is None else f"scales torch.uint8 {list(wanted)}"
-    raise ArgumentError(
-        f"{op}: {argument} is {queries.dtype} with {has}; index_cache_dtype {cache_format!r} takes "
+    return (
+        f"{queries.dtype} with {has}; index_cache_dtype {cache_format!r} takes "
         f"{' or '.join(map(str, dtypes))} with {takes}"
     )
 

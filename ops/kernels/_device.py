@@ -25,9 +25,13 @@ def rotate(x, cos_sin_row, INVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.
         ROPE: rotated columns.
     """
     pair = tl.arange(0, WIDTH // 2) - (WIDTH - ROPE) // 2
+    turned = (pair >= 0)[None, :]
     cos = tl.load(cos_sin_row + pair, mask=pair >= 0, other=1.0)[None, :]
     sin = tl.load(cos_sin_row + ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
     if INVERSE:
         sin = -sin
     even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
-    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (ROWS, WIDTH))
+    # not by a rotation of 0: that would turn a -0.0 into 0.0, and spread an infinity
+    new_even = tl.where(turned, even * cos - odd * sin, even)
+    new_odd = tl.where(turned, odd * cos + even * sin, odd)
+    return tl.reshape(tl.join(new_even, new_odd), (ROWS, WIDTH))

@@ -15,12 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_formats import INDEX_FORMATS, KV_FORMATS, PLAIN
 from ._device import normalise, rotate
-from .checks import FLOATS, first_reason, no_architecture, not_a, not_contiguous, not_pages, not_plain, not_power_of_two
+from ._packing import store_entry
+from .checks import (
+    FLOATS,
+    first_reason,
+    no_architecture,
+    not_a,
+    not_contiguous,
+    not_laid_out,
+    not_packable,
+    not_power_of_two,
+    not_rows,
+)
 from .launch import KernelLaunch
-from .table import PLAIN
 
 TOKENS_AT_ONCE = 8
+FORMATS = (*KV_FORMATS, *INDEX_FORMATS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "state_slot_mapping"])
@@ -69,6 +81,7 @@ def pool_blocks(
     ROPE: tl.constexpr,
     STATE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -104,8 +117,7 @@ def pool_blocks(
         weight = tl.load(norm_weight + channel).to(tl.float32)[None, :]
         normed = normalise((pooled / total)[None, :], eps, WIDTH) * weight
         entry = rotate(normed, cos_sin + position // RATIO * RATIO * ROPE, False, 1, WIDTH, ROPE)
-        start = kv_cache + (slot // ROWS * page + slot % ROWS * WIDTH)
-        tl.store(start + channel, tl.reshape(entry, (WIDTH,)).to(kv_cache.dtype.element_ty))
+        store_entry(kv_cache, slot, page, entry, FORMAT, ROWS, WIDTH, ROPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +141,24 @@ class CompressKvInsertCall:
 
     def why_not(self) -> str | None:
         """Why no kernel fits, None if one does."""
+        width = self.norm_weight.shape[0]
         numbers = {"kv_score": self.kv_score, "ape": self.ape, "norm_weight": self.norm_weight}
         return first_reason(
             no_architecture(self.kv_score.device),
-            not_plain(kv_cache_dtype=self.kv_cache_dtype),
-            not_a(FLOATS, **numbers, kv_cache=self.kv_cache),
+            not_a(FLOATS, **numbers),
             not_a((torch.float32,), state_cache=self.state_cache),
-            not_power_of_two(head_dim=self.norm_weight.shape[0]),
-            not_pages(state_cache=self.state_cache, kv_cache=self.kv_cache),
+            not_power_of_two(head_dim=width),
+            not_laid_out(PLAIN, (PLAIN,), 2 * self.ape.shape[1], 0, state_cache=self.state_cache),
+            not_packable(self.kv_cache_dtype, width),
+            not_laid_out(self.kv_cache_dtype, FORMATS, width, self.cos_sin.shape[1], kv_cache=self.kv_cache),
+            None if self.kv_cache_dtype != PLAIN else not_a(FLOATS, kv_cache=self.kv_cache),
+            not_rows(
+                self.kv_score.shape[0],
+                positions=self.positions,
+                token_to_req=self.token_to_req,
+                state_slot_mapping=self.state_slot_mapping,
+                slot_mapping=self.slot_mapping,
+            ),
             not_contiguous(
                 **numbers,
                 positions=self.positions,
@@ -181,6 +203,7 @@ class CompressKvInsertCall:
                 "OVERLAP": channels // width,
                 "ROPE": self.cos_sin.shape[1],
                 "ROWS": self.kv_cache.shape[1],
+                "FORMAT": self.kv_cache_dtype,
                 "BLOCK": TOKENS_AT_ONCE,
             },
         )

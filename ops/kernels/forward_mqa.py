@@ -1,4 +1,4 @@
-"""Triton kernel of `dsv4::forward_mqa` for bf16 caches: split over keys, then combined.
+"""Triton kernel of `dsv4::forward_mqa` for bf16 and fp8_ds_mla caches: split over keys, then combined.
 
 The keys of a token are numbered: first its window, then its compressed entries. One program takes a token, a block of
 heads and one of SPLITS equal shares of the tiles of keys; how many tiles there are is read on the device, so the grid
@@ -19,10 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import first_reason, no_architecture, not_a, not_contiguous, not_pages, not_plain, not_power_of_two
+from ..cache_formats import KV_FORMATS, PLAIN
+from ._packing import MLA_SCALES, load_mla_keys
+from .checks import (
+    first_reason,
+    no_architecture,
+    not_a,
+    not_contiguous,
+    not_laid_out,
+    not_packable,
+    not_power_of_two,
+    not_rows,
+)
 from .launch import KernelLaunch
 from .scratch import carve_partials
-from .table import ATTENTION, PLAIN, choose_splits, row_for
+from .table import ATTENTION, HAVE_E4M3, architecture_for, choose_splits, row_for
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -74,6 +85,9 @@ def attend(
     SWA_ROWS: tl.constexpr,
     KV_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -127,26 +141,32 @@ def attend(
             row = tl.where(recent, row, index % KV_ROWS)
             wanted = wanted & (column < tl.where(recent, swa_columns, columns))
             block = tl.load(tl.where(recent, swa_row, table_row) + column, mask=wanted, other=-1)
-            start = block.to(tl.int64) * tl.where(recent, swa_page, kv_page) + row * WIDTH
-            start = tl.where(recent, swa_cache, kv_cache) + start
+            start = tl.where(recent, swa_cache, kv_cache) + block.to(tl.int64) * tl.where(recent, swa_page, kv_page)
+            rows = tl.where(recent, SWA_ROWS, KV_ROWS)
         else:
             wanted = wanted & (column < swa_columns)
             block = tl.load(swa_row + column, mask=wanted, other=-1)
-            start = swa_cache + (block.to(tl.int64) * swa_page + row * WIDTH)
+            start = swa_cache + block.to(tl.int64) * swa_page
+            rows = SWA_ROWS
         there = block >= 0
-        keys = tl.load(start[:, None] + width[None, :], mask=there[:, None], other=0.0)
+        if FORMAT == "fp8_ds_mla":
+            scales = start + rows * (WIDTH + ROPE) + row * MLA_SCALES
+            start += row * (WIDTH + ROPE)
+            keys = load_mla_keys(start, scales, there, NATIVE, BLOCK_N, WIDTH, ROPE)
+        else:
+            keys = tl.load((start + row * WIDTH)[:, None] + width[None, :], mask=there[:, None], other=0.0)
         summed, best, total = attend_tile(queries, keys, there, scale, summed, best, total)
 
     # `split` is 0 if SPLITS is 1, which the compiler cannot know: the offsets of q would stay in registers otherwise
-    rows = (token * SPLITS + split) * HEADS + heads
-    cells = rows[:, None] * WIDTH + width[None, :]
+    results = (token * SPLITS + split) * HEADS + heads
+    cells = results[:, None] * WIDTH + width[None, :]
     if SPLITS == 1:
         result = summed * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         tl.store(out + cells, result.to(out.dtype.element_ty), mask=is_head[:, None])
     else:
         tl.store(partial_sum + cells, summed, mask=is_head[:, None])
-        tl.store(partial_best + rows, best, mask=is_head)
-        tl.store(partial_total + rows, total, mask=is_head)
+        tl.store(partial_best + results, best, mask=is_head)
+        tl.store(partial_total + results, total, mask=is_head)
 
 
 @triton.jit(do_not_specialize_on_alignment=["partial_best", "partial_total"])
@@ -190,12 +210,15 @@ class ForwardMqaCall:
 
     def why_not(self) -> str | None:
         """Why no kernel fits, None if one does."""
+        caches = {"swa_cache": self.swa_cache, "kv_cache": self.kv_cache}
         return first_reason(
             no_architecture(self.q.device),
-            not_plain(kv_cache_dtype=self.kv_cache_dtype),
-            not_a((torch.bfloat16,), q=self.q, swa_cache=self.swa_cache, kv_cache=self.kv_cache, out=self.out),
+            not_a((torch.bfloat16,), q=self.q, out=self.out),
             not_power_of_two(head_dim=self.q.shape[2]),
-            not_pages(swa_cache=self.swa_cache, kv_cache=self.kv_cache),
+            not_packable(self.kv_cache_dtype, self.q.shape[2]),
+            not_laid_out(self.kv_cache_dtype, KV_FORMATS, self.q.shape[2], self.rope_dims, **caches),
+            None if self.kv_cache_dtype != PLAIN else not_a((torch.bfloat16,), **caches),
+            not_rows(self.q.shape[0], positions=self.positions, token_to_req=self.token_to_req, out=self.out),
             not_contiguous(
                 q=self.q,
                 attn_sink=self.attn_sink,
@@ -211,7 +234,8 @@ class ForwardMqaCall:
     def launches(self, architecture: str | None = None) -> Iterator[KernelLaunch]:
         """What is launched, for the architecture of the device unless another one is named."""
         tokens, heads, width = self.q.shape
-        tile = row_for(ATTENTION, self.q.device, PLAIN, heads, architecture)
+        architecture = architecture_for(self.q.device, architecture)
+        tile = row_for(ATTENTION, self.q.device, self.kv_cache_dtype, heads, architecture)
         head_blocks = triton.cdiv(heads, tile.heads)
         splits = choose_splits(tokens * head_blocks, triton.cdiv(self.most_keys(), tile.keys))
         partials = carve_partials(self.scratch, self.out, splits)
@@ -229,6 +253,9 @@ class ForwardMqaCall:
                 "SWA_ROWS": self.swa_cache.shape[1],
                 "KV_ROWS": 1 if self.kv_cache is None else self.kv_cache.shape[1],
                 "SPLITS": splits,
+                "FORMAT": self.kv_cache_dtype,
+                "NATIVE": architecture in HAVE_E4M3,
+                "ROPE": self.rope_dims,
                 "BLOCK_H": tile.heads,
                 "BLOCK_N": tile.keys,
             },

@@ -12,10 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_formats import KV_FORMATS, PLAIN
 from ._device import normalise, rotate
-from .checks import FLOATS, first_reason, no_architecture, not_a, not_contiguous, not_pages, not_plain, not_power_of_two
+from ._packing import store_entry
+from .checks import (
+    FLOATS,
+    first_reason,
+    no_architecture,
+    not_a,
+    not_contiguous,
+    not_laid_out,
+    not_packable,
+    not_power_of_two,
+    not_rows,
+)
 from .launch import KernelLaunch
-from .table import PLAIN
 
 HEADS_OF_A_PROGRAM = 4
 
@@ -35,6 +46,7 @@ def prepare_query_and_kv(
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -51,9 +63,8 @@ def prepare_query_and_kv(
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             row = tl.load(kv + token * WIDTH + width).to(tl.float32)[None, :]
-            row = tl.reshape(rotate(row, cos_sin_row, False, 1, WIDTH, ROPE), (WIDTH,))
-            start = swa_cache + (slot // ROWS * page + slot % ROWS * WIDTH)
-            tl.store(start + width, row.to(swa_cache.dtype.element_ty))
+            row = rotate(row, cos_sin_row, False, 1, WIDTH, ROPE)
+            store_entry(swa_cache, slot, page, row, FORMAT, ROWS, WIDTH, ROPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +86,14 @@ class QnormRopeKvInsertCall:
         rows = {"q": self.q, "kv": self.kv, "q_out": self.q_out}
         return first_reason(
             no_architecture(self.q.device),
-            not_plain(kv_cache_dtype=self.kv_cache_dtype),
-            not_a(FLOATS, **rows, swa_cache=self.swa_cache),
+            not_a(FLOATS, **rows),
             not_power_of_two(head_dim=self.q.shape[2]),
-            not_pages(swa_cache=self.swa_cache),
+            not_packable(self.kv_cache_dtype, self.q.shape[2]),
+            not_laid_out(
+                self.kv_cache_dtype, KV_FORMATS, self.q.shape[2], self.cos_sin.shape[1], swa_cache=self.swa_cache
+            ),
+            None if self.kv_cache_dtype != PLAIN else not_a(FLOATS, swa_cache=self.swa_cache),
+            not_rows(self.q.shape[0], **rows, positions=self.positions, slot_mapping=self.slot_mapping),
             not_contiguous(**rows, positions=self.positions, cos_sin=self.cos_sin, slot_mapping=self.slot_mapping),
         )
 
@@ -104,6 +119,7 @@ class QnormRopeKvInsertCall:
                 "WIDTH": width,
                 "ROPE": self.cos_sin.shape[1],
                 "ROWS": self.swa_cache.shape[1],
+                "FORMAT": self.kv_cache_dtype,
                 "BLOCK_H": HEADS_OF_A_PROGRAM,
             },
         )

@@ -1,4 +1,4 @@
-"""Triton kernels of `dsv4::sparse_indexer` for bf16 keys: `score_blocks`, then `select_best`.
+"""Triton kernels of `dsv4::sparse_indexer` for bf16, fp8 and mxfp4 keys: `score_blocks`, then `select_best`.
 
 Scores go through scratch as integers in the order of the scores, a block that is not there as the least of all. A
 program of `select_best` finds the K-th largest of a token's scores by radix, eight bits at a time from the top. Then it
@@ -21,9 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import first_reason, no_architecture, not_a, not_contiguous, not_pages, not_plain, not_power_of_two
+from ..cache_formats import INDEX_FORMATS, PLAIN, query_width, why_not_queries
+from ._packing import MXFP4_SCALES, load_e4m3, load_mxfp4
+from .checks import (
+    first_reason,
+    no_architecture,
+    not_a,
+    not_contiguous,
+    not_laid_out,
+    not_packable,
+    not_power_of_two,
+    not_rows,
+)
 from .launch import KernelLaunch
-from .table import INDEXER, PLAIN, PROGRAMS, row_for
+from .table import HAVE_E4M3, INDEXER, PROGRAMS, architecture_for, row_for
 
 NOT_THERE = tl.constexpr(-(2**31))
 SELECT_BLOCK = 2048  # scores that a program of select_best looks at together
@@ -40,10 +51,11 @@ def in_order(score):
 
 @triton.jit(
     do_not_specialize=["first", "columns"],
-    do_not_specialize_on_alignment=["index_weights", "positions", "token_to_req", "table"],
+    do_not_specialize_on_alignment=["index_q_scale", "index_weights", "positions", "token_to_req", "table"],
 )
 def score_blocks(
     index_q,
+    index_q_scale,
     index_weights,
     positions,
     token_to_req,
@@ -58,6 +70,8 @@ def score_blocks(
     RATIO: tl.constexpr,
     TOPK: tl.constexpr,
     ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -67,8 +81,14 @@ def score_blocks(
     request = tl.load(token_to_req + token).to(tl.int64)
     completed = (tl.load(positions + token).to(tl.int32) + 1) // RATIO
     completed = tl.where((request >= 0) & (completed > TOPK), completed, 0)
-    cells = (token * HEADS + heads[:, None]) * WIDTH + width[None, :]
-    queries = tl.load(index_q + cells, mask=(heads < HEADS)[:, None], other=0.0)
+    row = token * HEADS + heads
+    if FORMAT == "auto":
+        queries = tl.load(index_q + row[:, None] * WIDTH + width[None, :], mask=(heads < HEADS)[:, None], other=0.0)
+    elif FORMAT == "fp8":
+        queries = load_e4m3(index_q + row * WIDTH, heads < HEADS, NATIVE, WIDTH)
+    else:
+        scales = index_q_scale + row * MXFP4_SCALES
+        queries = load_mxfp4(index_q + row * (WIDTH // 2), scales, heads < HEADS, BLOCK_H, WIDTH)
     weights = tl.load(index_weights + token * HEADS + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
     table_row = table + request * columns
     scores_row = scores + tl.program_id(0).to(tl.int64) * columns * ROWS
@@ -77,11 +97,22 @@ def score_blocks(
         column = entry // ROWS
         block = tl.load(table_row + column, mask=(entry < completed) & (column < columns), other=-1)
         there = block >= 0
-        start = block.to(tl.int64) * page + (entry % ROWS) * WIDTH
-        keys = tl.load(k_cache + start[:, None] + width[None, :], mask=there[:, None], other=0.0)
+        start = k_cache + block.to(tl.int64) * page
+        row = entry % ROWS
+        if FORMAT == "auto":
+            keys = tl.load((start + row * WIDTH)[:, None] + width[None, :], mask=there[:, None], other=0.0)
+        elif FORMAT == "fp8":
+            keys = load_e4m3(start + row * WIDTH, there, NATIVE, WIDTH)
+        else:
+            scales = start + ROWS * (WIDTH // 2) + row * MXFP4_SCALES
+            keys = load_mxfp4(start + row * (WIDTH // 2), scales, there, BLOCK_N, WIDTH)
         products = tl.dot(queries, tl.trans(keys))
         products = tl.where(products < 0, 0.0, products)  # keeps NaN, as torch.relu does
-        score = in_order(tl.sum(products * weights[:, None], 0))
+        score = tl.sum(products * weights[:, None], 0)
+        if FORMAT == "fp8":
+            # one scale for all values of a key, of which none is negative: it may as well come last
+            score *= tl.load((start + ROWS * WIDTH).to(tl.pointer_type(tl.float32)) + row, mask=there, other=0.0)
+        score = in_order(score)
         tl.store(scores_row + entry, tl.where(there, score, NOT_THERE), mask=entry < completed)
 
 
@@ -175,15 +206,25 @@ class SparseIndexerCall:
 
     def why_not(self) -> str | None:
         """Why no kernel fits, None if one does."""
+        cache_format = self.index_cache_dtype
+        width = query_width(self.index_q, cache_format)
         return first_reason(
             no_architecture(self.index_q.device),
-            not_plain(index_cache_dtype=self.index_cache_dtype),
             None if self.index_q.shape[0] <= self.topk_indices.shape[0] else "topk_indices has too few rows",
-            not_a((torch.bfloat16,), index_q=self.index_q, k_cache=self.k_cache),
-            not_power_of_two(index_head_dim=self.index_q.shape[2]),
-            not_pages(k_cache=self.k_cache),
+            why_not_queries(self.index_q, self.index_q_scale, cache_format),
+            not_power_of_two(index_head_dim=width),
+            not_packable(cache_format, width),
+            not_laid_out(cache_format, INDEX_FORMATS, width, 0, k_cache=self.k_cache),
+            None if cache_format != PLAIN else not_a((torch.bfloat16,), index_q=self.index_q, k_cache=self.k_cache),
+            not_rows(
+                self.index_q.shape[0],
+                index_weights=self.index_weights,
+                positions=self.positions,
+                token_to_req=self.token_to_req,
+            ),
             not_contiguous(
                 index_q=self.index_q,
+                index_q_scale=self.index_q_scale,
                 index_weights=self.index_weights,
                 positions=self.positions,
                 token_to_req=self.token_to_req,
@@ -194,9 +235,11 @@ class SparseIndexerCall:
 
     def launches(self, architecture: str | None = None) -> Iterator[KernelLaunch]:
         """What is launched, for the architecture of the device unless another one is named."""
-        tokens, heads, width = self.index_q.shape
+        tokens, heads, _ = self.index_q.shape
         columns, rows = self.block_table.shape[1], self.k_cache.shape[1]
-        tile = row_for(INDEXER, self.index_q.device, PLAIN, heads, architecture)
+        architecture = architecture_for(self.index_q.device, architecture)
+        tile = row_for(INDEXER, self.index_q.device, self.index_cache_dtype, heads, architecture)
+        queries = (self.index_q, self.index_q if self.index_q_scale is None else self.index_q_scale)
         scores, tokens_at_once = self._scores(columns * rows)
         step = (self.positions, self.token_to_req)
         selected = self.topk_indices.shape[1]
@@ -208,11 +251,13 @@ class SparseIndexerCall:
             yield KernelLaunch(
                 kernel=score_blocks,
                 grid=(some, max(shares, 1)),
-                arguments=(self.index_q, self.index_weights, *step, *keys, scores, first),
+                arguments=(*queries, self.index_weights, *step, *keys, scores, first),
                 constants=sizes
                 | {
                     "HEADS": heads,
-                    "WIDTH": width,
+                    "WIDTH": query_width(self.index_q, self.index_cache_dtype),
+                    "FORMAT": self.index_cache_dtype,
+                    "NATIVE": architecture in HAVE_E4M3,
                     "BLOCK_H": max(triton.next_power_of_2(heads), 16),
                     "BLOCK_N": tile.keys,
                 },

@@ -21,8 +21,9 @@ from typing import TypeAlias
 import torch
 
 from ...log import log
+from ..cache_formats import FP8, FP8_DS_MLA, MXFP4, PLAIN
 
-PLAIN = "auto"  # the cache format of rows in the dtype of the model
+HAVE_E4M3 = ("sm_90", "sm_100")  # GPUs that convert the type; elsewhere its codes are taken apart
 SHARED_MEMORY = {"sm_80": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 # fewer programs than this leave multiprocessors idle, so the work of a token is split; one figure for all
 # architectures (H100 and H200 have 132, B200 148, MI300X 304), since scratch is allocated before one is known
@@ -72,6 +73,19 @@ ATTENTION: Table = {
         Tile(heads=16, keys=32, warps=4, stages=2),
         Tile(heads=64, keys=16, warps=8, stages=2),
     ),
+    ("sm_80", FP8_DS_MLA): (Tile(heads=16, keys=16, warps=8, stages=2),),
+    ("sm_90", FP8_DS_MLA): (
+        Tile(heads=16, keys=32, warps=8, stages=2),
+        Tile(heads=64, keys=16, warps=8, stages=3),
+    ),
+    ("sm_100", FP8_DS_MLA): (
+        Tile(heads=16, keys=32, warps=8, stages=2),
+        Tile(heads=64, keys=32, warps=8, stages=2, spills=_SPILLS_AT_THE_END),
+    ),
+    ("gfx942", FP8_DS_MLA): (
+        Tile(heads=16, keys=32, warps=4, stages=1),
+        Tile(heads=64, keys=16, warps=8, stages=2),
+    ),
 }
 
 
@@ -81,6 +95,14 @@ INDEXER: Table = {
     ("sm_90", PLAIN): (Tile(heads=64, keys=128, warps=4, stages=3),),
     ("sm_100", PLAIN): (Tile(heads=64, keys=128, warps=4, stages=3),),
     ("gfx942", PLAIN): (Tile(heads=64, keys=64, warps=4, stages=2),),
+    ("sm_80", FP8): (Tile(heads=64, keys=64, warps=4, stages=3),),
+    ("sm_90", FP8): (Tile(heads=64, keys=64, warps=4, stages=3),),
+    ("sm_100", FP8): (Tile(heads=64, keys=64, warps=4, stages=3),),
+    ("gfx942", FP8): (Tile(heads=64, keys=64, warps=4, stages=2),),
+    ("sm_80", MXFP4): (Tile(heads=64, keys=64, warps=4, stages=3),),
+    ("sm_90", MXFP4): (Tile(heads=64, keys=64, warps=4, stages=3),),
+    ("sm_100", MXFP4): (Tile(heads=64, keys=64, warps=4, stages=3),),
+    ("gfx942", MXFP4): (Tile(heads=64, keys=64, warps=4, stages=2),),
 }
 
 
@@ -94,10 +116,15 @@ def row_for(table: Table, device: torch.device, cache_format: str, heads: int, a
         heads: of a token.
         architecture: counts in place of the device's.
     """
+    tiles = table[architecture_for(device, architecture), cache_format]
+    return next((tile for tile in tiles if tile.heads >= heads), tiles[-1])
+
+
+def architecture_for(device: torch.device, architecture: str | None) -> str:
+    """The one that is named, or the device's, which must have one."""
     found = architecture or architecture_of(device)
     assert found is not None, device  # `why_not` has said so
-    tiles = table[found, cache_format]
-    return next((tile for tile in tiles if tile.heads >= heads), tiles[-1])
+    return found
 
 
 def choose_splits(programs: int, tiles: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from paging import Paging, tiny_config
 from torch import Tensor
 
+from dsv4_compile.ops.cache_formats import insert_entries, page_bytes, row_bytes
 from dsv4_compile.ops.kernels.serve import find_kernels
 
 HAS_TRITON = find_spec("triton") is not None
@@ -74,6 +75,16 @@ class Batch:
                 slot = self.paging.slot(group, request, entry * ratio, ratio)
                 cache[slot // rows, slot % rows] = self.randn(width, dtype=dtype)
         return cache
+
+    def packed(self, cache: Tensor, cache_format: str, rope_dims: int = 0) -> Tensor:
+        """The same entries in a packed format; pages are longer than their rows, and all other bytes are 255."""
+        blocks, rows, width = cache.shape
+        bytes_a_row = row_bytes(cache_format, width, rope_dims)
+        memory = torch.full((blocks, page_bytes(rows, bytes_a_row, 576)), 255, dtype=torch.uint8)
+        packed = memory[:, : rows * bytes_a_row].view(blocks, rows, bytes_a_row)
+        owned = (~cache.isnan().any(-1)).flatten().nonzero().squeeze(1)
+        insert_entries(packed, owned, cache.flatten(0, 1)[owned], cache_format, rope_dims)
+        return packed
 
 
 def make_call(name: str, arguments: dict[str, Any]) -> Any:

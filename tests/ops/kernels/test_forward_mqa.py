@@ -110,6 +110,23 @@ def test_blocks_that_are_not_allocated_have_no_keys():
     check(given)
 
 
+@VARIANTS
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("step", ["mixed", "long"])
+def test_fp8_caches(ratio, step, native, monkeypatch):
+    module = pytest.importorskip("dsv4_compile.ops.kernels.forward_mqa")
+    monkeypatch.setattr(module, "HAVE_E4M3", ("sm_90",) if native else ())
+    batch = Batch(STEPS[step])
+    given = arguments(batch, ratio)
+    for name in ("swa_cache", "kv_cache"):
+        if given[name] is not None:
+            # scales of many sizes
+            cache = given[name] * torch.logspace(-3, 1, given[name].shape[1]).view(1, -1, 1).bfloat16()
+            given[name] = batch.packed(cache, "fp8_ds_mla", CONFIG.qk_rope_head_dim)
+    given |= {"kv_cache_dtype": "fp8_ds_mla", "rope_dims": CONFIG.qk_rope_head_dim}
+    check(given)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -120,9 +137,16 @@ def test_blocks_that_are_not_allocated_have_no_keys():
         ),
         ({"q": torch.zeros(2, 3, 64, dtype=torch.bfloat16).transpose(0, 1)}, "q is not contiguous"),
         (
-            {"swa_cache": torch.zeros(3, 128, 16, dtype=torch.bfloat16).transpose(1, 2)},
-            "the pages of swa_cache are not",
+            {"swa_cache": torch.zeros(3, 64, 16, dtype=torch.bfloat16).transpose(1, 2)},
+            "the pages of swa_cache are not contiguous",
         ),
+        (
+            {"swa_cache": torch.zeros(3, 16, 32, dtype=torch.bfloat16)},
+            "swa_cache is torch.bfloat16 [3, 16, 32]; 'auto' ",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "the cache format is 'fp8'"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "'fp8_ds_mla' entries of 64 values take"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions has 2 rows, of 3 tokens"),
     ],
 )
 def test_what_does_not_fit_has_a_reason(change, reason):

@@ -32,6 +32,25 @@ def arguments(batch, *, exact=True, heads=16, count=None):
     }
 
 
+def packed(batch, given, cache_format):
+    """The same queries and keys in a packed format, which takes integers as they are."""
+    shape = given["index_q"].shape
+    codes = {"fp8": (shape, torch.float8_e4m3fn), "mxfp4": ((*shape[:2], shape[2] // 2), torch.uint8)}[cache_format]
+    queries, weights = torch.empty(codes[0], dtype=codes[1]), torch.empty(shape[:2])
+    scales = torch.empty(*shape[:2], 4, dtype=torch.uint8) if cache_format == "mxfp4" else None
+    table = torch.cat([torch.ones(400, 8), torch.zeros(400, 8)], dim=1)  # no rotation
+    torch.ops.dsv4.indexer_q_rope(
+        given["index_q"], given["index_weights"], batch.positions, table, 1.0, queries, weights, scales, cache_format
+    )
+    return given | {
+        "index_q": queries,
+        "index_q_scale": scales,
+        "index_weights": weights,
+        "k_cache": batch.packed(given["k_cache"], cache_format),
+        "index_cache_dtype": cache_format,
+    }
+
+
 def check(given):
     [(actual, expected)] = run_both("sparse_indexer", given, "topk_indices")
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -41,6 +60,19 @@ def check(given):
 @pytest.mark.parametrize("count", [1, 12, 101])
 def test_selects_what_the_op_in_torch_selects(step, count):
     check(arguments(Batch(STEPS[step]), count=count))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("cache_format", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("step", ["mixed", "long"])
+def test_packed_keys_and_queries(step, cache_format, native, monkeypatch):
+    module = pytest.importorskip("dsv4_compile.ops.kernels.sparse_indexer")
+    monkeypatch.setattr(module, "HAVE_E4M3", ("sm_90",) if native else ())
+    batch = Batch(STEPS[step])
+    given = arguments(batch)
+    sizes = 2.0 ** (torch.arange(given["k_cache"].shape[1]) % 5)  # with them all is exact still
+    given["k_cache"] = given["k_cache"] * sizes.view(1, -1, 1).bfloat16()
+    check(packed(batch, given, cache_format))
 
 
 @pytest.mark.parametrize("heads", [1, 16, 20])

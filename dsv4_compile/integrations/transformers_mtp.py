@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DeepseekV4Config as TheirConfig
 from transformers import DeepseekV4ForCausalLM
+from transformers import initialization as init
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
     DeepseekV4HyperHead,
@@ -69,6 +70,14 @@ class WithMTP(DeepseekV4ForCausalLM):  # type: ignore[misc]  # transformers has 
             if getattr(module, "config", None) is one_more:
                 module.config = config  # what is set on the model later is set for the block too
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Also of the block's head, as of the model's; weights that are loaded are left alone."""
+        super()._init_weights(module)
+        if isinstance(module, MTPLayer):
+            init.normal_(module.hc_head_fn, mean=0.0, std=self.config.initializer_range)
+            init.zeros_(module.hc_head_base)
+            init.ones_(module.hc_head_scale)
 
     @classmethod
     def is_custom_code(cls) -> bool:

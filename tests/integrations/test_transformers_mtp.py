@@ -76,6 +76,14 @@ def test_the_block_is_loaded_from_every_layout(
     assert load(tmp_path / "checkpoint").drafter is None
 
 
+def test_a_new_model_has_every_weight_made() -> None:
+    block = WithMTP(tiny_hf_config((0,))).mtp[0]
+    assert all(parameter.isfinite().all() and parameter.abs().max() < 10 for parameter in block.parameters())
+    assert block.hc_head_scale.tolist() == [1.0]
+    assert not block.hc_head_base.any()
+    assert 0.01 < block.hc_head_fn.std() < 0.03
+
+
 def test_the_names_of_released_files_are_those(original: WithMTP, tmp_path: Path) -> None:
     save_as_released(original, tmp_path / "checkpoint")
     names = {name for name in load_file(tmp_path / "checkpoint" / "model.safetensors") if name.startswith("mtp.")}

@@ -78,7 +78,7 @@ def round_to_bf16(x: Tensor) -> Tensor:
 
 def scale_values(scales: Tensor) -> Tensor:
     """fp32 of ue8m0 bytes: 2^(byte - 127), NaN for 255."""
-    return scales.contiguous().view(torch.float8_e8m0fnu).float()
+    return scales.view(torch.float8_e8m0fnu).float()
 
 
 def spread(scales: Tensor, group: int, width: int) -> Tensor:

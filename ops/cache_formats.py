@@ -80,13 +80,11 @@ def pack(x: Tensor, cache_format: str, rope_dims: int = 0) -> tuple[Tensor, Tens
     if cache_format == FP8_DS_MLA:
         plain, rotated = x[..., : x.shape[-1] - rope_dims], x[..., x.shape[-1] - rope_dims :]
         codes, scales = quantise_e4m3(plain, MLA_GROUP)
-        kept = rotated.to(torch.bfloat16).contiguous().view(torch.uint8)
+        kept = _seen_as(torch.uint8, rotated.to(torch.bfloat16))
         return torch.cat([codes.view(torch.uint8), kept], dim=-1), _pad_to(scales, 8)
     if cache_format == FP8:
         codes, scales = quantise_e4m3(x, x.shape[-1])
-        # of no entries they may have any strides, which a view as bytes refuses
-        values = scale_values(scales).clone(memory_format=torch.contiguous_format)
-        return codes.view(torch.uint8), values.view(torch.uint8)
+        return codes.view(torch.uint8), _seen_as(torch.uint8, scale_values(scales))
     codes, scales = quantise_e2m1(x, MXFP4_GROUP)
     return codes, _pad_to(scales, 4)
 
@@ -95,11 +93,11 @@ def unpack(data: Tensor, scales: Tensor, cache_format: str, rope_dims: int = 0) 
     """Entries of their data and scales, uint8 [..., bytes] each: bf16 for "fp8_ds_mla", else fp32, [..., width]."""
     if cache_format == FP8_DS_MLA:
         width = data.shape[-1] - 2 * rope_dims
-        codes = data[..., :width].contiguous().view(torch.float8_e4m3fn)
-        kept = data[..., width:].contiguous().view(torch.bfloat16)
+        codes = data[..., :width].view(torch.float8_e4m3fn)
+        kept = _seen_as(torch.bfloat16, data[..., width:])
         return torch.cat([dequantise_e4m3(codes, scales, MLA_GROUP).to(torch.bfloat16), kept], dim=-1)
     if cache_format == FP8:
-        return data.view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
+        return data.view(torch.float8_e4m3fn).float() * _seen_as(torch.float32, scales)
     return dequantise_e2m1(data, scales, MXFP4_GROUP)
 
 
@@ -232,6 +230,11 @@ def _parts_of(cache: Tensor, cache_format: str, width: int, rope_dims: int) -> t
         pages[:, : rows * data].view(num_blocks, rows, data),
         pages[:, rows * data :].view(num_blocks, rows, scales),
     )
+
+
+def _seen_as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The bytes of the last dim as another dtype. By way of one dim: that of no rows may have any stride."""
+    return x.reshape(-1).view(dtype).view(*x.shape[:-1], x.shape[-1] * x.element_size() // dtype.itemsize)
 
 
 def _pad_to(x: Tensor, multiple: int) -> Tensor:

@@ -224,3 +224,17 @@ def test_mxfp4_queries_carry_their_scales_beside_them():
     assert torch.equal(a["q_out"], quantise_e2m1(plain["q_out"], 32)[0])
     assert torch.equal(unpack(a["q_out"], a["q_scale_out"], "mxfp4"), round_index(plain["q_out"], "mxfp4"))
     assert torch.equal(a["weights_out"], plain["weights_out"])
+
+
+@FORMATS
+def test_no_rows_at_all(cache_format):
+    width, rope_dims = RELEASED[cache_format]
+    cache, pages = make_cache(cache_format)
+    for strides in ((width, 1), (1, 1), (0, 0)):
+        none = torch.empty_strided((0, width), strides)
+        insert_entries(cache, torch.zeros(0, dtype=torch.int64), none, cache_format, rope_dims)
+        data, scales = pack(none, cache_format, rope_dims)
+        assert unpack(data, scales, cache_format, rope_dims).shape == (0, width)
+    assert (pages == 255).all()
+    nowhere = torch.zeros(0, 3, dtype=torch.int64)
+    assert gather_entries(cache, nowhere, width, cache_format, rope_dims).shape == (0, 3, width)

@@ -5,6 +5,8 @@ Nothing here may import functorch at module level: `dsv4_compile` is imported be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, fx
 
 _MODULES = ("torch._functorch", "torch._C._functorch")
@@ -54,8 +56,18 @@ def depth() -> int:
 
 
 def leave_to(wanted: int) -> None:
-    """Leave the levels that were entered beyond a depth."""
+    """Leave the levels that were entered beyond a depth.
+
+    One by one: torch has a function for all of them, which in 2.11 leaves two where it should leave one.
+    """
     from torch._C import _functorch
 
-    if depth() > wanted:
-        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(wanted)
+    kinds = _functorch.TransformType
+    leave: dict[object, Callable[[], int]] = {
+        kinds.Vmap: _functorch._vmap_decrement_nesting,
+        kinds.Grad: _functorch._grad_decrement_nesting,
+        kinds.Jvp: _functorch._jvp_decrement_nesting,
+        kinds.Functionalize: _functorch._func_decrement_nesting,
+    }
+    while depth() > wanted:
+        leave[_functorch.peek_interpreter_stack().key()]()

@@ -161,8 +161,9 @@ class CapturedCallable:
     def __call__(self, *args: Value) -> Value:
         """Serve a call: by its program, by building one, or uncaptured."""
         if self._hears_decode and current_query_len() is not None:
-            if self._full is not None:
-                return self._serve_decode(self._full, args)
+            full = self._full  # another thread may plan again meanwhile
+            if full is not None:
+                return self._serve_decode(full, args)
             self._limits.warn_pieces(self._graph.no_full)
         if is_restoring():
             result = call_restoring(self._serve_alone, self._graph.traced, args)

@@ -234,20 +234,40 @@ def test_what_differentiates_is_refused_by_name(transform, name):
         compiled(torch.randn(2, 3))
 
 
-def test_an_exception_inside_leaves_no_level():
+LEVELS = torch._C._functorch
+ENTERED = {
+    "vmap": (LEVELS._vmap_increment_nesting, (2, "error")),
+    "grad": (LEVELS._grad_increment_nesting, ()),
+    "jvp": (LEVELS._jvp_increment_nesting, ()),
+    "func": (LEVELS._func_increment_nesting, (True,)),
+}
+
+
+@pytest.mark.parametrize("outside", [(), ("grad",), ("vmap", "jvp")], ids=" ".join)
+@pytest.mark.parametrize("inside", [("vmap",), ("grad", "vmap"), ("jvp", "func", "vmap")], ids=" ".join)
+def test_an_exception_inside_leaves_no_level(outside, inside):
     def fail(x: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    graph.call_function(torch._C._functorch._vmap_increment_nesting, (2, "error"))
+    for name in inside:
+        graph.call_function(*ENTERED[name])
     graph.call_function(fail, (x,))
-    graph.call_function(torch._C._functorch._vmap_decrement_nesting)
     graph.output(x)
     call = FusedCall("vmap", torch.fx.GraphModule(torch.nn.Module(), graph))
-    with pytest.raises(KeyboardInterrupt):
-        call(torch.zeros(2))
-    assert functorch.depth() == 0
+    kinds = []
+    for name in outside:
+        enter, args = ENTERED[name]
+        enter(*args)
+        kinds.append(LEVELS.peek_interpreter_stack().key())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(torch.zeros(2))
+        assert functorch.depth() == len(outside)
+        assert not kinds or LEVELS.peek_interpreter_stack().key() == kinds[-1]
+    finally:
+        functorch.leave_to(0)
     assert torch.equal(vmap(lambda row: row + 1)(torch.zeros(2)), torch.ones(2))
 
 

@@ -61,7 +61,7 @@ def serve(runner: ModelRunner) -> tuple[list[list[int]], int]:
         {"buckets": (4, 12, 48)},
         {"max_num_batched_tokens": 5},
         {"num_blocks": {"swa": 8}},
-        {"num_blocks": {"compressed": 3}},
+        {"num_blocks": {"compressed": 2}},
         {"num_blocks": {"c4_state": 6}},
         {"num_blocks": {"c128_state": 24}},
     ],

@@ -26,7 +26,7 @@ SETTINGS = st.builds(
     ),
 )
 SUITE = settings(
-    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=18, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 # Inductor takes seconds for a program: while it shrank one, the test would be ended, and nothing be shown
 UNSHRUNK = (Phase.explicit, Phase.generate)
@@ -51,7 +51,7 @@ def test_a_program_means_the_same_under_every_plan(program: Program, setting: Se
     check_compiled(program, setting, piece_compiler)
 
 
-@settings(SUITE, max_examples=8)
+@settings(SUITE, max_examples=5)
 @given(program=programs(), setting=SETTINGS)
 def test_a_program_means_the_same_in_graphs_of_aotautograd(program: Program, setting: Setting) -> None:
     check_compiled(program, setting, "aot_eager")

@@ -287,6 +287,7 @@ def test_b56_two_option_sets_on_one_function(setup: Setup) -> None:
             two(x)
 
 
+@pytest.mark.exhaustive
 def test_b56_found_by_name_in_a_fresh_process() -> None:
     code = (
         "import torch; assert 'dsv4_piecewise' in torch._dynamo.list_backends();"

@@ -62,6 +62,7 @@ def test_two_commands_at_once_and_a_place_that_cannot_be_written(
     assert "No such file or directory" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_every_op_is_drawn_once_in_every_column() -> None:
     # 17 ops; wide: 10 captured, 5 must be eager, 2 lie in between; minimal: 12 and 5; narrow: 15 and 2
     assert boxes(draw("wide")) == {"plain": 17, "captured": 10, "must": 5, "between": 2}

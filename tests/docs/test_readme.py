@@ -110,7 +110,7 @@ def test_every_fence_is_a_block_that_the_tests_see(page: Path) -> None:
     assert re.findall(r"```|~~~", FENCE.sub("", text)) == []
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("command", commands_of("python"))
 def test_a_printed_python_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)

@@ -141,6 +141,7 @@ def test_a_dump_dir_that_cannot_be_made_is_an_option_error(tmp_path: Path) -> No
         torch.compile(layer, backend="dsv4_piecewise", options=options)(torch.ones(5, 4))
 
 
+@pytest.mark.exhaustive
 def test_torch_logs_show_plan_and_stages() -> None:
     logged = run_python(PROGRAM, TORCH_LOGS="+dsv4_compile").stderr
     assert "plan: runner mrv2" in logged

@@ -277,7 +277,7 @@ def test_weights_of_two_dtypes_cannot_be_fused() -> None:
 # compilation
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # transformers' own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("runner_type", RUNNERS)

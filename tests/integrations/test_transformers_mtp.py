@@ -267,8 +267,8 @@ def test_answers_are_those_of_transformers(original: WithMTP, swapped: SwappedMo
     assert runner.draft_counts.accepted > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # transformers' own
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("runner_type", RUNNERS[::-1])
 def test_compiled_each_as_one_graph_and_captured_together(
     runner_type: type[ModelRunner],

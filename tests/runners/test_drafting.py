@@ -51,7 +51,7 @@ def serve(runner: ModelRunner) -> tuple[list[list[int]], int]:
     return [answers[request] for request in ids], starts - len(ids)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("runner_type", RUNNERS)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ toy, probe = torch.ops.toy, torch.ops.probe
 FEWEST_PLACES = {"warm-up": 15, "capture": 80, "replay": 30, "recapture": 80}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("options", [{}, UNUSUAL], ids=["defaults", "unusual"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_call_after_a_failed_one_is_right(

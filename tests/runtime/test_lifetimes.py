@@ -126,7 +126,7 @@ def test_compiled_function_works_again_after_a_reset() -> None:
 # models that go
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reset", [False, True], ids=["dropped", "dropped and reset"])
 def test_models_made_and_dropped_leave_nothing_behind(reset: bool) -> None:
     seen = []

@@ -71,6 +71,7 @@ def run(checkout: Path, out: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_two_sections(checkout: Path, tmp_path: Path) -> None:
     found = run(checkout, tmp_path, "--only", "facts,hazards")
     assert found["machine"]["installed"] == "not installed"

@@ -224,6 +224,7 @@ def test_the_first_error_counts_when_streams_cannot_be_joined(monkeypatch: pytes
 # memory
 
 
+@pytest.mark.exhaustive
 def test_captures_of_moved_weights_do_not_pile_up(allocations: Allocations) -> None:
     """Temporaries live until streams are joined, and no longer; those of a dropped recording go with it."""
     model = Branches()

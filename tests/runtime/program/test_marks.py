@@ -50,7 +50,7 @@ def agree(compiled: Any, model: Model, times: int = 3) -> None:
             torch.testing.assert_close(model.seen, eager.seen)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_no_tensor_of_the_user_is_referred_to_weakly(options: dict[str, Any]) -> None:
     model, x = Model(), torch.randn(5, 4)

@@ -74,6 +74,7 @@ def test_with_drafts_a_configuration_serves_the_same_in_fewer_steps(
 
 def test_a_checkpoint_without_an_mtp_block_gets_one_line(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     folder = demo.small_checkpoint(1)
+    capsys.readouterr()  # making it shows bars
     check_error(demo, capsys, ["--model", str(folder), "--mtp", "1"], f"{folder}: {folder}: the checkpoint has no MTP")
 
 

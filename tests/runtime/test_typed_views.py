@@ -23,7 +23,7 @@ LIBRARY.define("get(Tensor x, Tensor pages, Tensor(a!) out) -> ()")
 
 
 def put(x: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
-    scale = x.abs().amax(-1, keepdim=True) / 448
+    scale = (x.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6)  # a row of zeros has codes too
     codes[slots] = (x / scale).to(torch.float8_e4m3fn)
     scales[slots] = scale
 

@@ -15,6 +15,7 @@ UNJOINED (a side stream at the end of a capture) and UNCAPTURED (a capture that 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -216,9 +217,15 @@ class Watch(TorchDispatchMode):
         return result
 
 
+def hide_bindings(patch: pytest.MonkeyPatch) -> None:
+    """Streams come from `torch.cuda`, which is replaced, and not from the driver, which a build of torch may bring."""
+    patch.setitem(sys.modules, "cuda.bindings.driver", None)  # to import it is an ImportError now
+
+
 def install(patch: pytest.MonkeyPatch) -> FakeCuda:
     """Put it in the place of `torch.cuda`, and the cuda engine in that of the host engine."""
     cuda, pools = FakeCuda(), itertools.count(1)
+    hide_bindings(patch)
     for name, value in {
         "Stream": cuda.stream,
         "Event": cuda.event,

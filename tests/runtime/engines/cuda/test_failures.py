@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import hide_bindings
 
 from dsv4_compile.errors import CaptureError
 from dsv4_compile.runtime.engines.cuda.engine import CudaEngine
@@ -170,6 +171,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 def allocators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Allocators:
     """Instead of those of torch."""
     made = Allocators(ends_invalid=request.param[0], reset_undoes=request.param[1])
+    hide_bindings(monkeypatch)
     monkeypatch.setattr(Graph, "allocators", made, raising=False)
     monkeypatch.setattr(Stream, "current", Stream(), raising=False)
     monkeypatch.setattr(Stream, "capturing", set(), raising=False)

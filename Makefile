@@ -20,8 +20,8 @@ exhaustive: $(STAMP)
 
 # the GPU kernels without a GPU: numbers by Triton's interpreter, then what they compile to
 test-kernels: $(KERNELS)/.installed
-	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/ops/kernels
-	$(KERNELS)/bin/python -m pytest tests/ops/kernels/test_builds.py
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal tests/ops/kernels
+	$(KERNELS)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal tests/ops/kernels/test_builds.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -23,14 +23,27 @@ def scale_value(exponent):
 
 
 @triton.jit
-def group_exponent(x, LEAST: tl.constexpr, LARGEST: tl.constexpr):
-    """ue8m0 bytes (int32) of groups x [groups, size], fp32: the least power of two that brings each into range."""
+def inverse_scale(exponent):
+    """One over `scale_value`, exactly, for bytes up to 253: no group of finite numbers has a greater one."""
+    return tl.where(exponent == NAN_SCALE, float("nan"), ((254 - exponent) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def group_exponent(x, LEAST: tl.constexpr, MANTISSA: tl.constexpr, POWER: tl.constexpr):
+    """ue8m0 bytes (int32) of groups x [groups, size], fp32: the least power of two that brings each into range.
+
+    Args:
+        x: groups of values.
+        LEAST: floor of their greatest size.
+        MANTISSA: of the format's largest number, as bits of fp32.
+        POWER: and its exponent.
+    """
     greatest = tl.max(tl.abs(x), 1)
     is_nan = tl.max((x != x).to(tl.int32), 1) > 0
-    ratio = tl.div_rn(tl.maximum(greatest, LEAST), LARGEST)
-    bits = ratio.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
-    return tl.where(is_nan, NAN_SCALE, tl.minimum(exponent, NAN_SCALE))
+    bits = tl.maximum(greatest, LEAST).to(tl.int32, bitcast=True)
+    biased = bits >> 23
+    exponent = biased - POWER + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    return tl.where(is_nan | (biased == 255), NAN_SCALE, exponent)
 
 
 @triton.jit
@@ -74,20 +87,20 @@ def e2m1_values(codes):
 
 
 @triton.jit
-def quantise_e4m3(x, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Codes [GROUPS, SIZE] and ue8m0 bytes [GROUPS] of x, fp32 [GROUPS, SIZE]."""
+def quantise_e4m3(x):
+    """Codes and ue8m0 bytes [groups] of x, fp32 [groups, size]."""
     x = x.to(tl.bfloat16).to(tl.float32)
-    exponent = group_exponent(x, 1e-4, 448.0)
-    return e4m3_codes(tl.div_rn(x, tl.broadcast_to(scale_value(exponent)[:, None], (GROUPS, SIZE)))), exponent
+    exponent = group_exponent(x, 1e-4, 0x600000, 8)  # 448 = 1.75 * 2^8
+    return e4m3_codes(x * inverse_scale(exponent)[:, None]), exponent
 
 
 @triton.jit
 def quantise_e2m1(x, GROUPS: tl.constexpr):
     """Pairs of codes [GROUPS, 16] and ue8m0 bytes [GROUPS] of x, fp32 [GROUPS, 32]."""
     x = x.to(tl.bfloat16).to(tl.float32)
-    exponent = group_exponent(x, 7.052966104933725e-38, 6.0)  # 6 * 2^-126
-    scaled = tl.div_rn(x, tl.broadcast_to(scale_value(exponent)[:, None], (GROUPS, MXFP4_GROUP)))
-    low, high = tl.split(tl.reshape(e2m1_codes(scaled), (GROUPS, MXFP4_GROUP // 2, 2)))
+    exponent = group_exponent(x, 7.052966104933725e-38, 0x400000, 2)  # 6 = 1.5 * 2^2, and the floor is 6 * 2^-126
+    codes = e2m1_codes(x * inverse_scale(exponent)[:, None])
+    low, high = tl.split(tl.reshape(codes, (GROUPS, MXFP4_GROUP // 2, 2)))
     return low | (high << 4), exponent
 
 
@@ -126,7 +139,7 @@ def store_entry(
         column = tl.reshape(tl.arange(0, WIDTH), (GROUPS, MLA_GROUP))
         x = tl.reshape(x, (GROUPS, MLA_GROUP))
         plain = column < WIDTH - ROPE
-        codes, exponent = quantise_e4m3(tl.where(plain, x, 0.0), GROUPS, MLA_GROUP)
+        codes, exponent = quantise_e4m3(tl.where(plain, x, 0.0))
         exponent = tl.where(group * MLA_GROUP < WIDTH - ROPE, exponent, 0)
         data = start + row * (WIDTH + ROPE)
         tl.store(data + column, codes.to(tl.uint8), mask=plain)
@@ -135,7 +148,7 @@ def store_entry(
         scales = start + ROWS * (WIDTH + ROPE) + row * MLA_SCALES
         store_scales(scales, exponent, GROUPS, MLA_SCALES)
     elif FORMAT == "fp8":
-        codes, exponent = quantise_e4m3(x, 1, WIDTH)
+        codes, exponent = quantise_e4m3(x)
         tl.store(start + row * WIDTH + tl.arange(0, WIDTH)[None, :], codes.to(tl.uint8))
         scales = (start + ROWS * WIDTH).to(tl.pointer_type(tl.float32))
         tl.store(scales + row + tl.arange(0, 1), scale_value(exponent))

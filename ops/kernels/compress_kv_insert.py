@@ -206,4 +206,5 @@ class CompressKvInsertCall:
                 "FORMAT": self.kv_cache_dtype,
                 "BLOCK": TOKENS_AT_ONCE,
             },
+            warps=2 if width <= 128 else 4,
         )

@@ -51,7 +51,7 @@ def rotate_queries(
     if FORMAT == "auto":
         tl.store(q_out + cells, rows.to(q_out.dtype.element_ty), mask=is_head[:, None])
     elif FORMAT == "fp8":
-        codes, exponent = quantise_e4m3(rows, BLOCK_H, WIDTH)
+        codes, exponent = quantise_e4m3(rows)
         tl.store(q_out.to(tl.pointer_type(tl.uint8)) + cells, codes.to(tl.uint8), mask=is_head[:, None])
         weight *= scale_value(exponent)
     else:

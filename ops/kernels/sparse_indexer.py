@@ -81,14 +81,16 @@ def score_blocks(
     request = tl.load(token_to_req + token).to(tl.int64)
     completed = (tl.load(positions + token).to(tl.int32) + 1) // RATIO
     completed = tl.where((request >= 0) & (completed > TOPK), completed, 0)
-    row = token * HEADS + heads
+    head_row = token * HEADS + heads
     if FORMAT == "auto":
-        queries = tl.load(index_q + row[:, None] * WIDTH + width[None, :], mask=(heads < HEADS)[:, None], other=0.0)
+        queries = tl.load(
+            index_q + head_row[:, None] * WIDTH + width[None, :], mask=(heads < HEADS)[:, None], other=0.0
+        )
     elif FORMAT == "fp8":
-        queries = load_e4m3(index_q + row * WIDTH, heads < HEADS, NATIVE, WIDTH)
+        queries = load_e4m3(index_q + head_row * WIDTH, heads < HEADS, NATIVE, WIDTH)
     else:
-        scales = index_q_scale + row * MXFP4_SCALES
-        queries = load_mxfp4(index_q + row * (WIDTH // 2), scales, heads < HEADS, BLOCK_H, WIDTH)
+        scales = index_q_scale + head_row * MXFP4_SCALES
+        queries = load_mxfp4(index_q + head_row * (WIDTH // 2), scales, heads < HEADS, BLOCK_H, WIDTH)
     weights = tl.load(index_weights + token * HEADS + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
     table_row = table + request * columns
     scores_row = scores + tl.program_id(0).to(tl.int64) * columns * ROWS

@@ -1,6 +1,6 @@
 """What kernels compile to for GPUs that are not here: no spills without a reason, tensor cores in the hot ones.
 
-The default run compiles what a decode step of whole and of sharded layers launches; the exhaustive one everything.
+The default run compiles the sharpest cases for three architectures; the exhaustive one all cases of the whole table.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from benchmarks.kernel_cases import OPS, PREFILL_TOKENS, Case, compiled_cases
 
 pytestmark = needs_compiler
 TARGETS = pytest.mark.parametrize("architecture", ["sm_90", "sm_100", "gfx942"])
+# of attention, what decides: selected keys in a decode of whole and of sharded layers, all keys, a prefill
+ATTENTION = [("C4A", 64, 1), ("C4A", 16, 1), ("C128A", 64, 1), ("C4A", 64, PREFILL_TOKENS)]
 SHARPEST = [
     case
     for case in compiled_cases()
-    if case.model == "Flash" and (case.heads, case.tokens) in [(64, 1), (16, 1), (64, PREFILL_TOKENS)]
+    if case.model == "Flash" and (case.op != "forward_mqa" or (case.variant, case.heads, case.tokens) in ATTENTION)
 ]
 
 

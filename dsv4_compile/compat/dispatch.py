@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 from torch._C import Argument as Argument
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey
+from torch._C import DispatchKeySet as DispatchKeySet
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -106,6 +107,11 @@ def python_kernels() -> AbstractContextManager[None]:
     return context
 
 
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether its memory can be found; that of a tensor which stands for another one, or for zeros, cannot."""
+    return not (torch._is_functional_tensor(tensor) or tensor._is_zerotensor())
+
+
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor may lie at one address."""
     return torch._debug_has_internal_overlap(tensor) != 0
@@ -119,6 +125,24 @@ def kernel_of(func: OpOverload) -> tuple[str | None, bool]:
             # torch.library keeps a note of every kernel that Python registered
             return key, f"{name.replace('::', '/')}/{key}" in torch.library._impls
     return None, False
+
+
+def has_autocast_kernel(func: OpOverload) -> bool:
+    """Whether autocast on a CPU does something of its own for an op, such as casting its arguments before it."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU"))
+
+
+def excluded_keys() -> DispatchKeySet:
+    """What the dispatcher passes over in this thread: autocast where it is off, autograd in inference mode, ..."""
+    return torch._C._dispatch_tls_local_exclude_set()
+
+
+def excluding_keys(keys: DispatchKeySet) -> AbstractContextManager[object]:
+    """Let the dispatcher pass over these, and over nothing else."""
+    guard: AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), keys
+    )
+    return guard
 
 
 def bind_cpu_kernel(func: OpOverload, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Callable[[], Tree]:

@@ -1,4 +1,4 @@
-"""Levels of `torch.func` transforms: how a graph enters and leaves them, and which values are wrapped at one.
+"""Levels of `torch.func` transforms and of forward-mode derivatives, and values that mean something at a level only.
 
 Nothing here may import functorch at module level: `dsv4_compile` is imported before it is needed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 
 _MODULES = ("torch._functorch", "torch._C._functorch")
 _ENTER, _LEAVE = "_increment_nesting", "_decrement_nesting"
@@ -46,6 +47,11 @@ def is_wrapped(value: object) -> bool:
     from torch._C import _functorch
 
     return isinstance(value, Tensor) and bool(_functorch.is_functorch_wrapped_tensor(value))
+
+
+def has_tangents() -> bool:
+    """Whether tensors may carry tangents: a level of forward-mode derivatives is open. Dynamo has no guard for it."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def depth() -> int:

@@ -197,11 +197,11 @@ class TracedGraph:
 
     | set by | fields |
     |---|---|
-    | `trace_graph` | gm, original, inputs, ops, symbols, traced_sizes, device |
+    | `trace_graph` | gm, original, inputs, ops, symbols, traced_sizes, device, run_as_traced |
     | `scope_modes` | leaves_grad |
     | `lift_size_checks` | size_checks |
     | `infer_effects` | effects, storages; `relate_offsets` and `rebase_results` add those of the nodes they make |
-    | `settle_rebindings` | run_as_traced |
+    | `settle_rebindings` | run_as_traced, if `trace_graph` has not |
     | `try_ones` | ones |
     | `plan_again` | refused |
     | `choose_regions` | eager |

@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import fx
 
+from ..compat.dispatch import has_address, pytree
 from ..compat.dynamo import (
     forget_source,
     inner_tensor_of,
@@ -27,6 +28,8 @@ from ..compat.dynamo import (
 from ..compat.symbols import expr_of, plausible_value, traced_value
 from ..errors import TrainingError
 from ..ops.registry import RegisteredOp
+from .op_properties import own_name
+from .source_lines import where
 from .traced import GraphInput, Provenance, TracedGraph, Value
 
 
@@ -51,6 +54,7 @@ def trace_graph(
     placeholders = [node for node in copy.graph.nodes if node.op == "placeholder"]
     refuse_training(placeholders, example_inputs)
     inputs = tuple(_input(node, example) for node, example in zip(placeholders, example_inputs, strict=True))
+    run_as_traced = _why_no_memory(placeholders, example_inputs) or _why_not_plain(copy)
     original = _copy_graph(gm)
     for node in (*placeholders, *original.graph.find_nodes(op="placeholder")):
         forget_source(node)
@@ -63,6 +67,7 @@ def trace_graph(
         symbols=_symbol_inputs(inputs),
         traced_sizes=_traced_sizes(inputs, example_inputs),
         device=_device(inputs),
+        run_as_traced=run_as_traced,
         notes=notes,
     )
 
@@ -175,3 +180,29 @@ def refuse_training(placeholders: Sequence[fx.Node], example_inputs: Sequence[ob
                 f"dsv4_piecewise is for inference, but grad is enabled and {_name(node)} requires grad: "
                 "call the compiled model under torch.no_grad() or torch.inference_mode()"
             )
+
+
+def _why_no_memory(placeholders: Sequence[fx.Node], example_inputs: Sequence[Value]) -> str | None:
+    """Inside of `torch.func.functionalize` tensors stand for others, and zeros may be made without memory."""
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        if isinstance(example, torch.Tensor) and not has_address(example):
+            return f"{_name(node)} has no memory of its own, which a graph could read"
+    return None
+
+
+def _why_not_plain(gm: fx.GraphModule) -> str | None:
+    """Some value has more to it than strided memory: a slot would hold a part of it."""
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("example_value")):
+            kind = _other_kind(value) if isinstance(value, torch.Tensor) else None
+            if own_name(node).startswith("quantize_per_"):
+                kind = "quantized"  # its fake is not
+            if kind is not None:
+                return f"{node.name} is {kind} and not plain memory ({where(node)})"
+    return None
+
+
+def _other_kind(value: torch.Tensor) -> str | None:
+    if value.layout is not torch.strided:
+        return f"of layout {value.layout}"
+    return "quantized" if value.is_quantized else None

@@ -33,6 +33,7 @@ from ..analysis.sizes import Sizes, SizesOfCalls
 from ..analysis.slot_placement import Placement, place_slots, reuse_placement
 from ..compat.dispatch import OpOverload, op_name
 from ..compat.dynamo import is_profiling
+from ..compat.functorch import has_tangents
 from ..config import Config
 from ..counting import counters
 from ..decode import current_query_len
@@ -214,7 +215,7 @@ class CapturedCallable:
     def _serve(self, args: tuple[Value, ...]) -> Value:
         key = self._keys.read(args)
         entry = self._cache.get(key)
-        if entry is None:
+        if entry is None or has_tangents():
             return restoring(self._serve_new, key, args)
         if entry.overlap.check(args):
             return self._serve_uncaptured(args)

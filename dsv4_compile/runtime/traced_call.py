@@ -7,7 +7,8 @@ graph runs as Dynamo handed it over: in program order, nothing moved, shared, co
 | assumption | asked |
 |---|---|
 | inputs, one of them written, overlap where they did in the trace and nowhere else | `Aliasing` |
-| nothing gives a tensor other memory in place; then there is no other way to run the graph | `run_as_traced` |
+| nothing gives a tensor other memory in place, and inputs have memory; else all calls run so | `run_as_traced` |
+| tensors carry no tangents of forward-mode derivatives (Dynamo has no guard) | `functorch.has_tangents` |
 | sizes are what the graph checks them to be (Dynamo does not guard unbacked ones) | `size_checks` |
 | unbacked sizes are not 0, nor 1 where that makes other views (Dynamo gives backed ones another graph) | `ones` |
 | weights have the strides of the trace (Dynamo of torch 2.11 does not guard them) | `_other_strides` |
@@ -55,6 +56,8 @@ class TracedCall:
         """Which assumption of the plan a call breaks, or None."""
         if self._traced.run_as_traced is not None:
             return self._traced.run_as_traced
+        if functorch.has_tangents():
+            return "tensors may carry tangents, inside of torch.autograd.forward_ad.dual_level"
         if self._fails_size_check(args):
             return "sizes are not what the graph checks them to be"
         if self._has_special_size(args):

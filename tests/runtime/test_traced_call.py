@@ -10,6 +10,8 @@ import pytest
 import torch
 from program_oracle import clone_all
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 from toy_ops import LOG, SPLIT
 
 import dsv4_compile
@@ -219,3 +221,122 @@ def test_captures_ahead_put_back_what_such_a_call_writes() -> None:
     dsv4_compile.capture(compiled, inputs_for, [5, 7])
     for memory, before in kept:
         assert torch.equal(memory, before)
+
+
+def smooth(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin()
+    return y @ y.t(), (y * 2)[1:]
+
+
+def smooth_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.exp()
+    y[1:].mul_(y[:1])
+    return y, y.t()
+
+
+def smooth_around_an_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    h = toy.fresh(x.detach() + 1)
+    return x * h, h
+
+
+def with_tangents(run: Callable[..., Any], x: Tensor, tangent: Tensor) -> list[Any]:
+    with torch.no_grad(), forward_ad.dual_level():
+        results = run(forward_ad.make_dual(x, tangent))
+        return [part for result in results for part in forward_ad.unpack_dual(result)]
+
+
+@pytest.mark.parametrize("more", [{}, {"engine": "off"}, {"piece_compiler": "aot_eager"}], ids=str)
+@pytest.mark.parametrize("fn", [smooth, smooth_in_place, smooth_around_an_op])
+def test_tangents_go_through(fn: Callable[..., Any], more: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    compiled = torch.compile(fn, backend="dsv4_piecewise", dynamic=True, options={"split_ops": SPLIT, **more})
+    for _ in range(2):
+        for _ in range(3):  # without, and captured
+            x = torch.randn(5, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), fn(x))
+        tangent = torch.randn(5, 4)
+        wanted = with_tangents(fn, x, tangent)
+        with counters.expect(traced_graph_calls=1, captures=0):
+            found = with_tangents(compiled, x, tangent)
+        assert [part is None for part in found] == [part is None for part in wanted]
+        torch.testing.assert_close([p for p in found if p is not None], [p for p in wanted if p is not None])
+    assert sum("tangents" in record.message for record in caplog.records) == 1
+
+
+def in_functionalize(run: Callable[..., Any], x: Tensor) -> Any:
+    return torch.func.functionalize(run)(x)
+
+
+def as_functional_tensor(run: Callable[..., Any], x: Tensor) -> Any:
+    given = torch._to_functional_tensor(x)
+    results = [torch._from_functional_tensor(result) for result in run(given)]
+    torch._sync(given)
+    return [*results, torch._from_functional_tensor(given)]
+
+
+def as_zeros(run: Callable[..., Any], x: Tensor) -> Any:
+    return run(torch._efficientzerotensor(x.shape))
+
+
+def reads_only(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    y[0] = 1
+    return y, toy.fresh(y).t()
+
+
+def with_a_constant(x: Tensor) -> tuple[Tensor, Tensor]:
+    return toy.fresh(x + 1), x * 2
+
+
+def writes_its_input(x: Tensor) -> tuple[Tensor, Tensor]:
+    x[1:].add_(1)
+    return toy.fresh(x), x
+
+
+@pytest.mark.parametrize("engine", ["host", "off"])
+@pytest.mark.parametrize(
+    ("call", "fn"),
+    [
+        (in_functionalize, reads_only),
+        (in_functionalize, writes_its_input),
+        (as_functional_tensor, reads_only),
+        (as_functional_tensor, writes_its_input),
+        (as_zeros, with_a_constant),
+    ],
+)
+def test_inputs_without_memory(call: Callable[..., Any], fn: Callable[..., Any], engine: str) -> None:
+    compiled = torch.compile(fn, backend="dsv4_piecewise", options=options("mrv2", "narrow", engine))
+    for n in (4, 4, 4, 5):
+        x, same = torch.arange(4.0 * n).view(n, 4), torch.arange(4.0 * n).view(n, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(call(compiled, x), call(fn, same))
+            assert torch.equal(x, same)
+            torch.testing.assert_close(compiled(x), fn(same))  # another graph, which is captured
+    assert (counters.captures > 0) == (engine == "host")
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    q = torch.quantize_per_tensor(x, 0.1, 3, torch.qint8)
+    return toy.fresh(x) + q.dequantize(), q.int_repr()
+
+
+def nested(x: Tensor) -> tuple[Tensor, Tensor]:
+    parts = torch.nested.as_nested_tensor([x, toy.fresh(x)[:2]], layout=torch.jagged)
+    return (parts * 2).values(), parts.offsets()
+
+
+def in_pairs(x: Tensor) -> Tensor:
+    pair = TwoTensor(x, toy.fresh(x)) * 2
+    return pair.a + pair.b
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("engine", ["host", "off"])
+@pytest.mark.parametrize("fn", [quantized, nested, in_pairs])
+def test_values_that_are_more_than_memory(fn: Callable[..., Any], engine: str) -> None:
+    compiled = torch.compile(fn, backend="dsv4_piecewise", options=options("mrv2", "narrow", engine))
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), fn(x))
+    assert counters.traced_graph_calls > 0

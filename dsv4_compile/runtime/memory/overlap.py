@@ -37,7 +37,8 @@ class Aliasing:
 
     def __init__(self, traced: TracedGraph, example_inputs: Sequence[Value]) -> None:
         tensors = tensor_inputs(traced)
-        self._indices = tensors if any(is_written for _, is_written in tensors) else []
+        has_plan = traced.run_as_traced is None  # else some input may have no address
+        self._indices = tensors if has_plan and any(is_written for _, is_written in tensors) else []
         self._known = self.pairs(example_inputs)
 
     def differs(self, args: Sequence[Value]) -> bool:

@@ -34,6 +34,7 @@ from .find_duplicates import find_duplicates
 from .fuse_transforms import fuse_transforms
 from .infer_effects import infer_effects
 from .inline_bodies import inline_bodies
+from .join_results import join_results
 from .lift_size_checks import lift_size_checks
 from .move_nodes import move_nodes
 from .partition_graph import partition_graph as partition_graph
@@ -78,6 +79,7 @@ def traced_passes(
         settle_rebindings,
         partial(try_ones, resized=resized),
         relate_offsets,  # before results are rebased, which makes strided views of its own
+        join_results,
         rebase_results,
         *region_passes(config),
     )

@@ -29,7 +29,7 @@ def rebase_results(traced: TracedGraph) -> TracedGraph:
     for node in traced.compute_nodes():
         owners = list(node.all_input_nodes)
         # the largest first: the others can be viewed from it
-        for value in sorted([node, *traced.items(node)], key=lambda value: -_extent(traced, effects[value])):
+        for value in sorted([node, *traced.items(node)], key=lambda value: -_extent(traced, effects[value].result)):
             if isinstance(effects[value].result, TensorMeta) and not _redirect(traced, value, owners, effects):
                 owners.append(value)
     return replace(traced, effects=effects)
@@ -46,11 +46,11 @@ def _redirect(traced: TracedGraph, value: fx.Node, owners: Sequence[fx.Node], ef
         if value.users:
             value.replace_all_uses_with(same or _alias_of(traced, alike[0], value, effects))
         return True
-    base = next((owner for owner in sharing if _dtype(effects[owner]) == result.dtype), None)
-    if base is None or not _can_be_computed(traced, result, effects[base].result):
+    base = next((owner for owner in sharing if _shows(traced, owner, value)), None)
+    if base is None:
         return False
     if value.users:
-        view = _view_of(traced, base, value, result, effects)
+        view = view_of(traced, base, value, result, effects)
         value.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
     return True
 
@@ -62,21 +62,21 @@ def _is_object(effects: dict[fx.Node, Effects], value: fx.Node, owner: fx.Node) 
 
 def _alias_of(traced: TracedGraph, base: fx.Node, value: fx.Node, effects: dict[fx.Node, Effects]) -> fx.Node:
     """A tensor object of its own, as the caller gets in eager."""
-    with traced.gm.graph.inserting_after(value):
+    with traced.gm.graph.inserting_after(max(value, base)):
         alias = traced.gm.graph.call_function(torch.ops.aten.alias.default, (base,))
     effects[alias] = Effects(result=effects[value].result)
     alias.meta.update(value.meta)
     return alias
 
 
-def _view_of(
+def view_of(
     traced: TracedGraph, base: fx.Node, value: fx.Node, result: TensorMeta, effects: dict[fx.Node, Effects]
 ) -> fx.Node:
     """`value` as a strided view of `base`; offsets count from the base's own, which differs from call to call."""
     graph, known = traced.gm.graph, set(traced.gm.graph.nodes)
     start = effects[base].result
     assert isinstance(start, TensorMeta), "a base is a tensor"
-    with graph.inserting_after(value):
+    with graph.inserting_after(max(value, base)):  # the base may be a later one of the op's results
         view = graph.call_function(torch.as_strided)
     with graph.inserting_before(view):
         shape, stride = (
@@ -105,16 +105,27 @@ def _with_bits(graph: fx.Graph, view: fx.Node, start: TensorMeta, result: Tensor
     return view
 
 
-def _can_be_computed(traced: TracedGraph, result: TensorMeta, start: object) -> bool:
+def can_be_computed(traced: TracedGraph, result: TensorMeta, start: object) -> bool:
     """Whether sizes of the graph's inputs tell where a result lies in its base; a row that data selects may be any."""
     assert isinstance(start, TensorMeta), "a base is a tensor"
     sizes = (*result.shape, *result.stride, result.offset, start.offset)
     return all(map(traced.knows, sizes))
 
 
-def _extent(traced: TracedGraph, effects: Effects) -> int:
+def spans(traced: TracedGraph, one: object, other: object) -> bool:
+    """Whether a layout reaches over all of another in the same memory, for the sizes of the trace."""
+    starts, ends = zip(*[_range(traced, meta) for meta in (one, other)], strict=True)
+    return bool(starts[0] <= starts[1] and ends[0] >= ends[1])
+
+
+def _range(traced: TracedGraph, meta: object) -> tuple[int, int]:
+    assert isinstance(meta, TensorMeta), "only a tensor has a layout"
+    start = traced.size_in_trace(meta.offset)
+    return start, start + _extent(traced, meta)
+
+
+def _extent(traced: TracedGraph, meta: object) -> int:
     """Elements that a result spans, for the sizes of the trace; none for what is no tensor."""
-    meta = effects.result
     if not isinstance(meta, TensorMeta):
         return -1
     if not all(map(traced.knows, (*meta.shape, *meta.stride))):
@@ -127,5 +138,14 @@ def _storage(effects: Effects) -> int | None:
     return effects.result.storage if isinstance(effects.result, TensorMeta) else None
 
 
-def _dtype(effects: Effects) -> torch.dtype | None:
-    return effects.result.dtype if isinstance(effects.result, TensorMeta) else None
+def _shows(traced: TracedGraph, owner: fx.Node, value: fx.Node) -> bool:
+    """Whether a result can be viewed from an argument, or from another result of the op, of which a slot holds a part.
+
+    An argument is a view of something that holds all of its storage.
+    """
+    start, result = traced.effects[owner].result, traced.effects[value].result
+    assert isinstance(start, TensorMeta), "an owner is a tensor"
+    assert isinstance(result, TensorMeta), "only tensors share memory"
+    if start.dtype != result.dtype or not can_be_computed(traced, result, start):
+        return False
+    return traced.producer(owner) is not traced.producer(value) or spans(traced, start, result)

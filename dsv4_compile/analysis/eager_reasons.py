@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..compat.dispatch import OpOverload, OpOverloadPacket, op_name, pytree, wrapped_op
+from ..graph.joined_call import op_of
 from ..graph.op_properties import OWN_NAMESPACES, strided_name
 from ..graph.traced import Access, Provenance, TensorMeta, TracedGraph
 from ..ops.registry import Role, find_op
@@ -16,7 +17,8 @@ from ..ops.registry import Role, find_op
 
 def why_split(traced: TracedGraph, node: fx.Node) -> str | None:
     """The node is a split op, or runs one inside."""
-    own = op_name(node.target) if isinstance(node.target, OpOverload) else None
+    op = op_of(node.target)
+    own = op_name(op) if isinstance(op, OpOverload) else None
     if own is not None and has_role(traced, own, "split"):
         return "split op"
     inside = sorted(op for op in ops_of(traced, node) if has_role(traced, op, "split"))
@@ -101,12 +103,13 @@ def may_become_eager(traced: TracedGraph, node: fx.Node) -> bool:
 
 def alike(traced: TracedGraph, refused: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
     """Refused nodes, and all others that call a custom op which one of them calls, with the reason."""
+    ops = {node: op_of(node.target) for node in traced.gm.graph.nodes}
     by_op = {
-        node.target: reason
+        op: reason
         for node, reason in refused.items()
-        if isinstance(node.target, OpOverload) and node.target.namespace not in OWN_NAMESPACES
+        if isinstance(op := ops.get(node), OpOverload) and op.namespace not in OWN_NAMESPACES
     }
-    return {**{node: by_op[node.target] for node in traced.gm.graph.nodes if node.target in by_op}, **refused}
+    return {**{node: by_op[op] for node, op in ops.items() if op in by_op}, **refused}
 
 
 def is_preparation(traced: TracedGraph, node: fx.Node) -> bool:

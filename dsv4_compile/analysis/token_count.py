@@ -9,6 +9,7 @@ from torch import fx
 from ..compat.dispatch import HigherOrderOperator, OpOverload, op_name, pytree
 from ..compat.symbols import expr_of
 from ..graph.fused_call import FusedCall
+from ..graph.joined_call import op_of
 from ..graph.op_properties import bind_arguments
 from ..graph.traced import TensorMeta, TracedGraph
 from ..ops.registry import find_op
@@ -33,10 +34,11 @@ def token_count(traced: TracedGraph) -> sympy.Expr | None:
 
 def _tokens_of_call(traced: TracedGraph, node: fx.Node) -> sympy.Expr | None:
     wanted: list[object] = [*node.args, *node.kwargs.values()]
-    if isinstance(node.target, OpOverload):
-        registered = find_op(traced.ops, op_name(node.target))
+    op = op_of(node.target)
+    if isinstance(op, OpOverload):
+        registered = find_op(traced.ops, op_name(op))
         if registered is not None and registered.tokens is not None:
-            wanted = [bind_arguments(node.target, node.args, node.kwargs).get(registered.tokens)]
+            wanted = [bind_arguments(op, node.args, node.kwargs).get(registered.tokens)]
     for arg in wanted:
         for leaf in pytree.tree_leaves(arg):
             meta = traced.effects[leaf].result if isinstance(leaf, fx.Node) else None

@@ -11,6 +11,7 @@ from torch import fx
 from ..compat.dispatch import pytree
 from ..compat.symbols import Size, expr_of
 from ..graph.fused_call import FusedCall
+from ..graph.joined_call import JoinedCall
 from ..graph.op_properties import checks_data, strided_name
 from ..graph.partitioned import Unit
 from ..graph.traced import TensorMeta, TracedGraph
@@ -28,6 +29,8 @@ def why_opaque(traced: TracedGraph, node: fx.Node) -> str | None:
         return "checks data"  # a compiler may leave out what gives no result
     if isinstance(node.target, FusedCall):
         return f"runs a {node.target.__name__}"
+    if isinstance(node.target, JoinedCall):
+        return f"has results of {node.target.__name__} that share memory"
     if traced.effects[node].random:
         return "draws random numbers"
     bodies = [arg.name for arg in node.all_input_nodes if is_body(traced, arg)]

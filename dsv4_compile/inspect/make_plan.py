@@ -12,6 +12,7 @@ from ..analysis.slot_placement import aligned, extent_bytes, place_slots
 from ..compat.dispatch import OpOverload, op_name
 from ..compat.symbols import size_text
 from ..config import Config, runner_reason
+from ..graph.joined_call import op_of
 from ..graph.partitioned import PartitionedGraph, Subgraph, Unit
 from ..graph.source_lines import where
 from ..graph.traced import GraphInput, Provenance, TensorMeta
@@ -114,9 +115,10 @@ def _is_weight(graph_input: GraphInput) -> bool:
 
 def call_name(node: fx.Node) -> str:
     """What a node calls: "dsv4::forward_mqa", "linear", "add_"."""
-    if isinstance(node.target, OpOverload):
-        return op_name(node.target).removesuffix(".default")
-    return str(getattr(node.target, "__name__", node.target))
+    op = op_of(node.target)
+    if isinstance(op, OpOverload):
+        return op_name(op).removesuffix(".default")
+    return str(getattr(op, "__name__", op))
 
 
 def _value(graph: PartitionedGraph, node: fx.Node, by_node: Mapping[fx.Node, GraphInput]) -> PlanValue:

@@ -37,6 +37,7 @@ from ..compat.functorch import has_tangents
 from ..config import Config
 from ..counting import counters
 from ..decode import current_query_len
+from ..graph.joined_call import op_of
 from ..graph.mode_scopes import scopes_of
 from ..graph.partitioned import InputRole, PartitionedGraph
 from ..graph.source_lines import where
@@ -375,7 +376,8 @@ class CapturedCallable:
 
 def op_text(node: fx.Node) -> str:
     """What a node calls, as a person would say it."""
-    return op_name(node.target) if isinstance(node.target, OpOverload) else node.name
+    op = op_of(node.target)
+    return op_name(op) if isinstance(op, OpOverload) else node.name
 
 
 def sizes_of_bucket(bucket: Bucket) -> Bucket:

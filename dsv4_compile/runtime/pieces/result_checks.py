@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from ...analysis.eager_reasons import custom_ops, has_unknown_size
 from ...compat.dispatch import OpOverload, op_name, pytree
 from ...errors import AliasingOpError, LayoutMismatchError
+from ...graph.joined_call import op_of
 from ...graph.source_lines import where
 from ...graph.traced import TensorMeta, TracedGraph
 from ...log import log
@@ -103,6 +104,7 @@ def _may_be_a_view(traced: TracedGraph, node: fx.Node, producer: fx.Node) -> boo
 
 
 def _name(node: fx.Node) -> str:
-    if isinstance(node.target, OpOverload):
-        return op_name(node.target)
+    op = op_of(node.target)
+    if isinstance(op, OpOverload):
+        return op_name(op)
     return str(getattr(node.target, "__name__", node.target))

@@ -79,6 +79,11 @@ def is_mode_switch(node: fx.Node) -> bool:
     return node.target in (ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, SET_GRAD_ENABLED)
 
 
+def inference_scope(node: fx.Node) -> tuple[ModeScope, ...]:
+    """The innermost inference mode block that a node runs in, if there is one: it tells what the node's memory is."""
+    return tuple(scope for scope in scopes_of(node) if scope.enter is ENTER_INFERENCE_MODE)[-1:]
+
+
 @contextmanager
 def autocast_scopes(node: fx.Node) -> Iterator[None]:
     """Run the block under the autocast scopes of a node."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -272,3 +273,21 @@ def test_outputs_under_inference_mode_and_outside_of_it() -> None:
             results = compiled(rows(5))
         assert all(result.is_inference() == (mode is torch.inference_mode) for result in results)
         assert not any(result.requires_grad for result in results)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(torch.no_grad(), True), (torch.inference_mode(), False)])
+def test_outputs_of_an_inference_mode_block(outer: AbstractContextManager[None], inner: bool) -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(inner):
+            y = x * 2
+            parts = toy.tup(y)
+            a, b = (y + 1).chunk(2, 1)
+        return y, *parts, a, b, y[1:], y + 1
+
+    compiled = compile_host(f)
+    for n in (5, 6) * 3:
+        with outer:
+            results, wanted = compiled(rows(n)), f(rows(n))
+        assert [one.is_inference() for one in results] == [one.is_inference() for one in wanted]
+        assert sum(one.is_inference() for one in results) == (6 if inner else 1)
+        assert not torch.is_inference_mode_enabled()

@@ -30,7 +30,7 @@ from ...analysis.sizes import Sizes, bytes_needed
 from ...analysis.slot_placement import Placement, aligned, extent_bytes
 from ...compat.dispatch import OpOverload, may_overlap_itself, op_name, with_lazy_bits_of
 from ...errors import CaptureError
-from ...graph.mode_scopes import ModeScope
+from ...graph.mode_scopes import ModeScope, inference_scope
 from ...graph.partitioned import InputRole, PartitionedGraph, Unit
 from ...graph.source_lines import where
 from ...graph.traced import TensorMeta, Value
@@ -400,8 +400,13 @@ class _Builder(UnitInterpreter):
         # a clone closes gaps between strides, and does what is to be done lazily
         if offset or slot.is_conj() or slot.is_neg() or clone().stride() != slot.stride():
             clone = partial(_clone_alike, slot, offset)
+        scopes = inference_scope(self._graph.traced.producer(node))  # an inference tensor where eager gives one
+        for scope in scopes:
+            self.enter(scope)
         self._source.line(f"v_{node.name} = {self._source.name_of(clone, 'clone')}()")
         self.values[node], self._operands[node] = clone(), f"v_{node.name}"
+        for _ in scopes:
+            self.leave()
 
 
 def _clone_alike(slot: Tensor, offset: int) -> Tensor:

@@ -92,8 +92,7 @@ class HostEngine:
     def warm_up(self, run: Callable[[], object], *, streams: int = 0) -> str | None:
         """See `Engine.warm_up`; one stream after the other."""
         watch = LayoutWatch(self._meta_cache)
-        with watch:
-            run()
+        watch.run(run)
         return watch.other_op
 
     def capture(self, run: Callable[[], object], pool: HostPool, *, name: str, streams: int = 0) -> LaunchRecord:

@@ -9,6 +9,8 @@ One for which that cannot be done is named.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ....compat.dispatch import (
@@ -24,6 +26,7 @@ from ....compat.dispatch import (
 )
 from ....compat.thread_state import OutsideInferenceMode
 from ....graph.op_properties import OWN_NAMESPACES
+from .call_site import CallSite
 from .meta_cache import MetaCache
 from .op_kinds import OpKind, kind_of
 from .result_meta import MetaArguments, is_meta_tensor, on_meta
@@ -47,12 +50,21 @@ class LayoutWatch(TorchDispatchMode):
     def __init__(self, meta_cache: MetaCache) -> None:
         super().__init__()
         self._meta_cache = meta_cache
+        self._site = CallSite()
         self.other_op: str | None = None
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Call a function, watching its ops."""
+        with self, self._site:
+            function()
 
     def __torch_dispatch__(self, func: Op, types: object, args: OpArgs = (), kwargs: OpKwargs | None = None) -> Tree:
         kwargs = kwargs or {}
-        if self.other_op is not None or not isinstance(func, OpOverload) or func.namespace not in OWN_NAMESPACES:
+        if self.other_op is not None or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        if func.namespace not in OWN_NAMESPACES:
+            with self._site.state_of(func):
+                return func(*args, **kwargs)
         with NoFunctionModes():
             kind = kind_of(func)
         if kind is OpKind.COMPOSITE:  # whole in inference mode; a recorder takes it apart too

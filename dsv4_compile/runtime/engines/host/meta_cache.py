@@ -39,6 +39,8 @@ class MetaCache:
         """Keep what a kernel gave, if these are new tensors; False if nobody would look it up. Needs no lock."""
         if func._schema.is_mutable or key_of_call(func, args, kwargs) is None:
             return False
+        if any(isinstance(leaf, Tensor) and not _is_plain(leaf) for leaf in leaves_of((args, kwargs, results))):
+            return True  # a recorder refuses the op, with the reason
         self._real[_key_of_real(func, args, kwargs)] = map_leaves(_on_meta, Tensor, results)
         return True
 
@@ -85,6 +87,10 @@ def _key_of_real(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Key:
 def _with_plain_strides(tensor: Tensor) -> tuple[Hashable, ...]:
     steps = [step if size > 1 else None for size, step in zip(tensor.size(), tensor.stride(), strict=True)]
     return (*tensor.size(), *steps, tensor.dtype)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -65,9 +65,12 @@ def kind_of(func: OpOverload) -> OpKind:
     return OpKind.LAUNCH
 
 
-def why_opaque_is_refused(func: OpOverload) -> str | None:
-    """What is wrong with a kernel that cannot be looked into, or None."""
+def why_kernel_is_refused(kind: OpKind, func: OpOverload) -> str | None:
+    """What is wrong with a kernel that cannot be looked into, or is missing, or None."""
     if func.namespace in _OWN:
+        is_missing = kind is OpKind.PYTHON and kernel_of(func)[0] is None
+        return "has a kernel for other tensors than plain ones alone," if is_missing else None
+    if kind is not OpKind.LAUNCH:
         return None
     if _is_view(func):
         return "returns a view and cannot be looked into, so it may not run while a graph is recorded"

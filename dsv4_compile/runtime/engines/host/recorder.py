@@ -30,7 +30,7 @@ from ....errors import CaptureError
 from .copy_elision import drop_unused_results, elide_copies
 from .launch import AnyLaunch, FunctionLaunch, Launch, Operand
 from .meta_cache import MetaCache, key_of_call
-from .op_kinds import OpKind, fill_value, kind_of, why_opaque_is_refused
+from .op_kinds import OpKind, fill_value, kind_of, why_kernel_is_refused
 from .out_variants import out_names
 from .pool import HostPool, PoolBlock, tensor_in
 from .result_meta import MetaArguments, is_meta_tensor, is_meta_work, on_meta, returned_arguments, why_foreign
@@ -130,19 +130,28 @@ class Recorder(TorchDispatchMode):
                 with OutsideInferenceMode():
                     return self._record(kind, func, args, kwargs)
         if kind is OpKind.PYTHON:
-            return self.run(bind_cpu_kernel(func, args, kwargs))
-        with self:  # and without the guard, see `call_composite_kernel`
+            with self._guard.state_of(func):
+                return self.run(bind_cpu_kernel(func, args, kwargs))
+        with self._guard.state_of(func), self:  # and without the guard, see `call_composite_kernel`
             return call_composite_kernel(func, args, kwargs)
 
     def _check(self, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpKind:
         foreign = next(filter(None, map(why_foreign, leaves_of((args, kwargs)))), None)
         kind = OpKind.METADATA if is_meta_work(args, kwargs) else kind_of(func)
-        reason = foreign or why_refused(func, args, kwargs) or (kind is OpKind.LAUNCH and why_opaque_is_refused(func))
+        reason = foreign or why_refused(func, args, kwargs) or why_kernel_is_refused(kind, func)
         if reason:
             self._refuse(func.name(), reason)
         return kind
 
     def _record(self, kind: OpKind, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
+        try:
+            return self._recorded(kind, func, args, kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:  # a layout that no launch has; or a call that is wrong, and raises once it runs
+            self._refuse(func.name(), f"cannot be recorded ({' '.join(str(error).split())[:200]}),")
+
+    def _recorded(self, kind: OpKind, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         if kind is OpKind.METADATA_IN_PLACE:
             return self._change_metadata(func, args, kwargs)
         if kind is OpKind.CONSTANT:

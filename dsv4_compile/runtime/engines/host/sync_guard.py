@@ -12,12 +12,12 @@ from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ....compat.dispatch import OpArgs, OpKwargs, OpOverload, Tree
 from ....errors import CaptureError
 from ....graph.op_properties import bind_arguments, cudagraph_unsafe_reason
 from ..user_line import current_line
+from .call_site import CallSite
 from .tree import leaves_of
 
 _SYNCS = "needs a device-to-host sync"
@@ -47,7 +47,7 @@ def why_refused(func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> str | None:
     return cudagraph_unsafe_reason(func, bind_arguments(func, args, kwargs))
 
 
-class HostReadGuard(TorchFunctionMode):
+class HostReadGuard(CallSite):
     """Refuses the functions that go around the dispatcher."""
 
     def __init__(self, name: str) -> None:
@@ -71,7 +71,7 @@ class HostReadGuard(TorchFunctionMode):
         if reason is not None:
             self.failure = refusal(_function_name(func), reason, self._name)
             raise self.failure
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def refusal(what: str, reason: str, name: str) -> CaptureError:

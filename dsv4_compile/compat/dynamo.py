@@ -253,10 +253,15 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
+def is_fake(value: object) -> bool:
+    """Whether a value is a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
 def fake_of(mode: FakeTensorMode, fake: torch.Tensor) -> torch.Tensor:
-    """A fake tensor itself, or one with its sizes if it is of another mode than this."""
-    if getattr(fake, "fake_mode", None) is mode:
-        return fake
+    """A new fake tensor of a mode, with the sizes of another one."""
     with mode:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 

@@ -141,6 +141,44 @@ def real_object(value: Any) -> Any:
     return value.real_obj if isinstance(value, FakeScriptObject) else value
 
 
+class Trace:
+    """The graph that is being made of what a function dispatches; only while `trace_in_plain_tensors` calls it."""
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        assert mode is not None, "nothing is traced"
+        self._tracer: Any = mode.tracer
+
+    @property
+    def root(self) -> torch.nn.Module:
+        """Where the graph finds its constants."""
+        root: torch.nn.Module = self._tracer.root
+        return root
+
+    def operand_of(self, value: Any) -> Any:
+        """What stands for a tensor or a number among the arguments of a node; the value itself for anything else."""
+        return self._tracer.unwrap_proxy(value)
+
+    def add(self, node: fx.Node, args: Any, kwargs: Any, target: Any, value: Any) -> Any:
+        """Add a node that is like another one, and let a value be its result; returns what stands for it."""
+        from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+        proxy = self._tracer.create_proxy(node.op, target, args, kwargs, name=node.name)
+        track_tensor_tree(value, proxy, constant=None, tracer=self._tracer)
+        return proxy
+
+    def call(self, function: Callable[..., object], *args: object) -> Any:
+        """Add a call of a function that no dispatch would show; returns what stands for its result."""
+        return self._tracer.create_proxy("call_function", function, args, {})
+
+    def last(self) -> fx.Node:
+        """The node that was added last."""
+        node: fx.Node = next(iter(reversed(self._tracer.graph.nodes)))
+        return node
+
+
 def trace_in_plain_tensors(
     function: Callable[..., object], values: Sequence[Any], mode: FakeTensorMode
 ) -> fx.GraphModule:

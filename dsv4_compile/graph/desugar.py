@@ -2,7 +2,7 @@
 
 A captured piece reads and writes addresses, and a wrapper subclass has none of its own: it holds tensors that have. So
 the graph is rewritten to take and give those. A node that no wrapper subclass takes part in stays as it is; any other
-is traced once with the tensors that its arguments hold, and what it dispatches on these takes its place.
+is run once, on fake tensors, and what it dispatches on the tensors that its arguments hold takes its place.
 
     weight: DTensor                                   weight_local
     y = linear(x, weight)                             t = aten.t(weight_local)
@@ -14,18 +14,19 @@ From then on there are only plain tensors: effects, slots, the key of a program 
 nothing else. Dynamo guards what the class says beside its tensors (placements, the layout of a mesh, block sizes), so
 that is part of the rewritten graph. Meshes and groups are constants of it: equal meshes have the same processes.
 
-Autocast has had its say where ops are dispatched, so it is off around what takes a node's place. A graph without
-wrapper subclasses is handed on untouched.
+The whole graph is one trace, plain nodes included: a subclass may keep a tensor between two ops where nobody sees it,
+as the mask of a sharded embedding is kept by the placement of its result until that is reduced. Autocast has had its
+say where ops are dispatched, so it is off around what takes a node's place. A graph without wrapper subclasses is
+handed on untouched.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -34,38 +35,37 @@ from ..compat.dynamo import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     MODE_SWITCHES,
-    InnerTensor,
     autocast_state,
     fake_of,
+    is_fake,
     keep_break_reason,
     module_of,
-    note_inner_tensor,
     restore_autocast,
-    source_of,
     symbolic_fake_inputs,
 )
 from ..compat.subclasses import (
+    Trace,
     is_distributed,
     is_opaque,
     is_wrapper_subclass,
     layouts_of,
     reach,
-    real_object,
     trace_in_plain_tensors,
 )
 from ..compat.symbols import build_expr, expr_of
 from ..errors import Dsv4Error, UnsupportedInputError
-from .plain_graph import MadeResult, Numbers, OwnArgument, PlainGraph, PlainInput, PlainResult, Result
-from .plain_node import PlainCall, Wrapped, checked_recipe
+from .plain_graph import MadeResult, Numbers, OwnArgument, PlainGraph, PlainResult, Result
+from .plain_inputs import InnerInputs, Wrapped, checked_recipe
 from .source_lines import where
 from .traced import Value
-from .tracing import readable_name, refuse_training
+from .tracing import refuse_training
+from .wrapper_calls import calls_body, operands_of
 
 if TYPE_CHECKING:
     from ..compat.dynamo import FakeTensorMode
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack")  # what is known of the lines of a node
+_LINES = ("stack_trace", "nn_module_stack", "source_fn_stack")  # what is known of where a node comes from
 
 
 def in_plain_tensors(gm: fx.GraphModule, example_inputs: Sequence[Value]) -> PlainGraph:
@@ -82,10 +82,23 @@ def in_plain_tensors(gm: fx.GraphModule, example_inputs: Sequence[Value]) -> Pla
     """
     if not (_has_subclass(example_inputs) or _works_on_subclasses(gm)):
         return PlainGraph(gm=gm, example_inputs=example_inputs)
-    refuse_training(gm.graph.find_nodes(op="placeholder"), example_inputs)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    refuse_training(placeholders, example_inputs)
     mode, fakes = symbolic_fake_inputs(example_inputs, gm)
+    inputs = InnerInputs(placeholders, example_inputs, fakes)
+    run = _PlainRun(gm, inputs, mode)
     with _modes_kept():
-        return _Desugaring(gm, mode).run(example_inputs, fakes)
+        traced = trace_in_plain_tensors(run, inputs.values, mode)
+    plain = _Rewriting(traced, inputs, run).module()
+    keep_break_reason(plain, gm)
+    return PlainGraph(
+        gm=plain,
+        example_inputs=list(inputs.examples(example_inputs)),
+        inputs=tuple(inputs.plain),
+        results=run.results,
+        unguarded=tuple(inputs.unguarded),
+        original=gm,
+    )
 
 
 def _has_subclass(value: object) -> bool:
@@ -108,263 +121,247 @@ def _modes_kept() -> Iterator[None]:
         restore_autocast(autocast)
 
 
-class _Desugaring:
-    """Copies a graph node by node; the nodes that wrapper subclasses take part in are replaced."""
+class _PlainRun:
+    """Runs Dynamo's graph in a trace: plain nodes are added to it as they are, others by what they dispatch.
 
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
-        self._gm = gm
-        self._mode = mode
-        self._graph = fx.Graph()
-        self._env: dict[fx.Node, Tree] = {}  # by node of Dynamo's graph: new nodes, `Wrapped`s, constants, containers
-        self._fakes: dict[fx.Node, Value] = {}  # by new node; Dynamo's own fakes are of another mode
-        self._symbols: dict[sympy.Symbol, fx.Node] = {}
-        self._inputs: list[tuple[fx.Node, PlainInput]] = []
-        self._unguarded: list[tuple[PlainInput, int]] = []
-        self._constants: dict[str, object] = {}
-        self._open: dict[fx.Node, object] = {}  # what entering a mode has given
+    Args:
+        gm: the graph.
+        inputs: what stands for its inputs.
+        mode: of the fakes.
 
-    def run(self, example_inputs: Sequence[Value], fakes: Sequence[Value]) -> PlainGraph:
-        """Rewrite the whole graph."""
-        placeholders = self._gm.graph.find_nodes(op="placeholder")
-        for position, (node, example, fake) in enumerate(zip(placeholders, example_inputs, fakes, strict=True)):
-            self._add_input(position, node, example, fake)
-        wrapped = [self._env[node] for node in placeholders if isinstance(self._env[node], Wrapped)]
-        for one in wrapped:
-            self._add_measures(one)
-        for one in wrapped:
-            layouts = layouts_of(one.value, one.recipe)
-            one.layouts = tuple((self._numbers(size), self._numbers(stride)) for size, stride in layouts)
-        results: tuple[Result, ...] = ()
+    Attributes:
+        results: how the results of a call are made of what the trace returns.
+        copies: nodes of the trace with the nodes of Dynamo's graph that they are copies of.
+        origins: other nodes of the trace, with those that have dispatched them.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: InnerInputs, mode: FakeTensorMode) -> None:
+        self._gm, self._inputs, self._mode = gm, inputs, mode
+        self.results: tuple[Result, ...] = ()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.origins: dict[fx.Node, fx.Node] = {}
+        self._values: dict[fx.Node, Value] = {}
+        self._operands: dict[fx.Node, Any] = {}  # what stands for the results of plain nodes
+        # made before the trace, which would show it
+        self._fakes = {node: self._fake(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")}
+
+    def _fake(self, node: fx.Node) -> Value:
+        if node.op == "get_attr":
+            value: Value = attrgetter(str(node.target))(self._gm)
+            return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+        value = node.meta.get("example_value")
+        if _has_subclass(value):
+            return None
+        return pytree.tree_map_only(Tensor, lambda tensor: fake_of(self._mode, tensor), value)
+
+    def __call__(self, *values: Value) -> tuple[Value, ...]:
+        """Run it on what stands for its inputs; returns what its results are made of."""
+        self._trace = Trace()
+        wrapped = self._inputs.bind(values, self._values)
+        output: Value = None
         for node in self._gm.graph.nodes:
             if node.op == "output":
-                results = self._finish(node)
+                output = fx.node.map_aggregate(node.args[0], self._value_of)
             elif node.op != "placeholder":
-                self._add(node)
-        self._drop_unused()
-        return PlainGraph(
-            gm=self._module(),
-            example_inputs=[
-                self._fakes[node] if plain.measure else plain.of(example_inputs) for node, plain in self._inputs
-            ],
-            inputs=tuple(plain for _, plain in self._inputs),
-            results=results,
-            unguarded=tuple(self._unguarded),
-            original=self._gm,
-        )
+                self._run(node)
+        for one in wrapped:
+            one.check_unchanged()
+        given = _Given(wrapped)
+        self.results = tuple(map(given.result, output))
+        return tuple(given.values)
 
-    def _add_input(self, position: int, node: fx.Node, example: Value, fake: Value) -> None:
-        if not is_wrapper_subclass(fake):
-            copy = self._env[node] = self._graph.node_copy(node)
-            self._fakes[copy] = real_object(fake)
-            self._inputs.append((copy, PlainInput(position)))
-            if isinstance(fake, torch.SymInt) and expr_of(fake).is_Symbol:
-                self._symbols.setdefault(expr_of(fake), copy)
-            return
-        name = readable_name(source_of(node))
-        if type(fake) is not type(example):  # then the trace has not seen what its class does
-            raise UnsupportedInputError(
-                f"{name} is a {type(example).__name__}, and its __tensor_unflatten__ makes a {type(fake).__name__}: "
-                "let it make what it was called on"
-            )
-        recipe = checked_recipe(fake, name)
-        parts = []
-        for path in recipe.paths():
-            copy = self._graph.placeholder("_".join([node.name, *map(_attribute, path)]))
-            copy.meta = dict(node.meta)
-            copy.meta["example_value"] = reach(fake, path)
-            note_inner_tensor(copy, InnerTensor(example, _suffix(path)))
-            self._inputs.append((copy, PlainInput(position, path)))
-            parts.append(copy)
-        self._env[node] = Wrapped(name, fake, recipe, tuple(parts), position=position)
+    def _value_of(self, leaf: Any) -> Any:
+        return self._values[leaf] if isinstance(leaf, fx.Node) else leaf
 
-    def _add_measures(self, wrapped: Wrapped) -> None:
-        """Let the graph take the sizes of an input that nothing else which it takes tells.
-
-        Dynamo looks at the outermost sizes of an input and at those of the tensors within. What it takes for a constant
-        between them (a DTensor in another subclass) is noted, to be looked at in every call.
-        """
-        assert wrapped.position is not None, "it is an input"
-        for path in (*wrapped.recipe.levels(), *wrapped.recipe.paths()):
-            tensor = reach(wrapped.value, path)
-            for measure, numbers in (("size", tensor.shape), ("stride", tensor.stride())):
-                for dim, number in enumerate(numbers):
-                    plain = PlainInput(wrapped.position, path, (measure, dim))
-                    if path and is_wrapper_subclass(tensor) and not isinstance(number, torch.SymInt):
-                        self._unguarded.append((plain, number))
-                    self._add_measure(plain, number, f"{wrapped.name}{_suffix(path)}.{measure}()[{dim}]")
-
-    def _add_measure(self, plain: PlainInput, number: Value, name: str) -> None:
-        if not isinstance(number, torch.SymInt) or not expr_of(number).is_Symbol or expr_of(number) in self._symbols:
-            return
-        node = self._symbols[expr_of(number)] = self._graph.placeholder(f"measure_{len(self._inputs)}")
-        node.meta["example_value"] = self._fakes[node] = number
-        note_inner_tensor(node, InnerTensor(None, name))
-        self._inputs.append((node, plain))
-
-    def _numbers(self, sizes: Sequence[Value]) -> tuple[Any, ...]:
-        return tuple(map(self._number, sizes))
-
-    def _number(self, size: Value) -> Any:
-        number = build_expr(expr_of(size), self._symbols, self._graph)
-        if isinstance(number, fx.Node):
-            number.meta.setdefault("example_value", size)
-        return number
-
-    def _add(self, node: fx.Node) -> None:
-        if node.target in MODE_SWITCHES:
-            self._switch(node)
-        if self._is_plain(node):
-            copy = self._env[node] = self._graph.node_copy(node, lambda arg: self._env[arg])
-            if node.op == "get_attr":
-                self._fakes[copy] = self._fake(operator.attrgetter(str(node.target))(self._gm))
-        elif node.target is operator.getitem and isinstance(items := self._env[node.all_input_nodes[0]], (tuple, list)):
-            index: Any = node.args[1]
-            self._env[node] = items[index]
+    def _run(self, node: fx.Node) -> None:
+        if node.target in MODE_SWITCHES:  # in force for what is dispatched from here on
+            assert callable(node.target), "it is a function"
+            token = node.target(*fx.node.map_aggregate(node.args, self._value_of))
+            self._add(node, token)
+        elif node.target is getitem and isinstance(items := self._value_of(node.args[0]), (tuple, list)):
+            self._take(node, items)
+        elif self._is_plain(node):
+            self._add(node, self._fakes[node])
         else:
-            self._replace(node)
+            self._dispatch(node)
+
+    def _take(self, node: fx.Node, items: Sequence[Value]) -> None:
+        """An item of a container, which is a node only if the container is one."""
+        if node.args[0] in self._operands and not _has_subclass(items):
+            self._add(node, self._fakes[node])
+        else:
+            index: Any = node.args[1]
+            self._values[node] = items[index]
 
     def _is_plain(self, node: fx.Node) -> bool:
         """Whether no wrapper subclass takes part in a node."""
-        if _has_subclass(node.meta.get("example_value")):
+        values = [self._values[arg] for arg in node.all_input_nodes]
+        if _has_subclass(values) or _has_subclass(node.meta.get("example_value")):
             return False
-        args = [self._env[arg] for arg in node.all_input_nodes]
-        bodies = [self._fakes[arg] for arg in args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
-        return all(isinstance(arg, fx.Node) for arg in args) and not any(
-            isinstance(body, fx.GraphModule) and _works_on_subclasses(body) for body in bodies
-        )
+        leaves = pytree.tree_leaves(values)
+        bodies = [leaf for leaf in leaves if isinstance(leaf, fx.GraphModule)]
+        return not any(map(is_opaque, leaves)) and not any(map(_works_on_subclasses, bodies))
 
-    def _switch(self, node: fx.Node) -> None:
-        """Switch a mode for what is traced from here on."""
-        assert callable(node.target), "it is a function"
-        self._open[node] = node.target(*[self._open[arg] if isinstance(arg, fx.Node) else arg for arg in node.args])
+    def _add(self, node: fx.Node, value: Value) -> None:
+        """Add a node as it is."""
+        target: Any = node.target
+        if node.op == "get_attr":
+            target = str(target).replace(".", "_")
+            setattr(self._trace.root, target, attrgetter(str(node.target))(self._gm))
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._operand_of)
+        self._operands[node] = operand = self._trace.add(node, args, kwargs, target, value)
+        self._values[node] = value
+        self.copies[operand.node] = node
 
-    def _fake(self, value: Value) -> Value:
-        return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+    def _operand_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf in self._operands:
+            return self._operands[leaf]
+        return pytree.tree_map(self._trace.operand_of, self._values[leaf])
 
-    def _value(self, node: fx.Node) -> Value:
-        """What a node of the new graph is in a trace."""
-        if node not in self._fakes:
-            value = node.meta.get("example_value")
-            self._fakes[node] = pytree.tree_map_only(Tensor, lambda tensor: fake_of(self._mode, tensor), value)
-        return self._fakes[node]
+    def _dispatch(self, node: fx.Node) -> None:
+        """Run a node, so that what it dispatches is added."""
+        before = self._trace.last()
+        is_on = [(kind, dtype) for kind, enabled, dtype in autocast_state() if enabled]
+        cache = torch.is_autocast_cache_enabled()
+        scopes = [self._trace.call(ENTER_AUTOCAST, kind, dtype, False, cache) for kind, dtype in is_on]
+        self._values[node] = self._called(node)
+        for scope in reversed(scopes):
+            self._trace.call(EXIT_AUTOCAST, scope)
+        added = self._trace.last()
+        while added is not before:
+            self.origins[added] = node
+            added = added.prev
 
-    def _replace(self, node: fx.Node) -> None:
-        """Trace a node in plain tensors, and put what it does in its place."""
-        call = PlainCall(self._gm, node, self._env, self._value)
+    def _called(self, node: fx.Node) -> Value:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._value_of)
         try:
-            traced = trace_in_plain_tensors(call, call.values, self._mode)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if calls_body(node) and isinstance(args[0], fx.GraphModule):
+                return fx.Interpreter(args[0]).run(*operands_of(node, args))
+            assert callable(node.target), "Dynamo calls no modules"
+            return node.target(*args, **kwargs)
         except Dsv4Error:
             raise
         except Exception as error:  # whatever the class, or torch, raises
-            of = " and ".join(map(str, call.wrapped)) or "what it makes"
             raise UnsupportedInputError(
-                f"{node.name} cannot be told in ops on the plain tensors of {of} ({where(node)}): "
+                f"{node.name} cannot be told in ops on plain tensors ({where(node)}): {self._inputs.told(node)}"
                 f"{type(error).__name__}: {error}. Give it plain tensors (`to_local` of a DTensor), or keep it outside "
                 "of the model"
             ) from error
-        op = random_op_in(traced)
-        if op is not None and any(is_distributed(wrapped.value) for wrapped in call.wrapped):
-            raise UnsupportedInputError(
-                f"{node.name} draws random numbers for a DTensor with {op} ({where(node)}), from a state that this "
-                "version of torch sets on the host before and after: draw them outside of the model"
-            )
-        self._env[node] = call.result(iter(self._splice(node, traced, call.operands)))
 
-    def _splice(self, node: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]) -> list[Any]:
-        """Copy a traced graph to the end of the new one; the nodes and constants that it returns."""
-        env: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
-        lines = {key: node.meta[key] for key in _KEPT if key in node.meta}
-        no_autocast = [
-            self._graph.call_function(ENTER_AUTOCAST, (kind, dtype, False, torch.is_autocast_cache_enabled()))
-            for kind, is_enabled, dtype in autocast_state()
-            if is_enabled
-        ]
-        for inner in traced.graph.nodes:
-            if inner.op not in ("placeholder", "output"):
-                env[inner] = self._copy(inner, env, traced)
-                if isinstance(env[inner], fx.Node):
-                    env[inner].meta |= lines
-        for entered in reversed(no_autocast):
-            self._graph.call_function(EXIT_AUTOCAST, (entered,))
-        returned: Any = traced.graph.output_node().args[0]
-        return list(fx.map_arg(returned, lambda arg: env[arg]))
+    def has_dtensor(self, node: fx.Node) -> bool:
+        """Whether a DTensor takes part in a node of Dynamo's graph."""
+        values = [self._values[node], *(self._values[arg] for arg in node.all_input_nodes)]
+        return any(map(is_distributed, pytree.tree_leaves(values)))
 
-    def _copy(self, inner: fx.Node, env: Mapping[fx.Node, Any], traced: fx.GraphModule) -> Any:
-        """A node, or the number that it would compute of sizes which are inputs or constants."""
-        value = inner.meta.get("val")
-        if isinstance(value, torch.SymInt) and expr_of(value).free_symbols <= self._symbols.keys():
-            return self._number(value)
-        copy = self._graph.node_copy(inner, lambda arg: env[arg])
-        copy.meta = {"example_value": value}
-        if inner.op == "get_attr":
-            value = operator.attrgetter(str(inner.target))(traced)
-            copy.target = f"constant_of_trace_{len(self._constants)}"
-            self._constants[copy.target] = value
-            copy.meta["example_value"] = self._fake(value)
+
+class _Given:
+    """Collects what the results of a call are made of."""
+
+    def __init__(self, wrapped: Sequence[Wrapped]) -> None:
+        self.values: list[Value] = []
+        self._own = {id(one.tensor): OwnArgument(one.position) for one in wrapped}
+        self._made: dict[int, MadeResult] = {}
+
+    def result(self, value: Tree) -> Result:
+        """How a result is made."""
+        if id(value) in self._own:
+            return self._own[id(value)]
+        if not is_wrapper_subclass(value):
+            return PlainResult(self._give(value))
+        if id(value) not in self._made:
+            recipe = checked_recipe(value, "a result")
+            layouts = tuple((self._numbers(size), self._numbers(stride)) for size, stride in layouts_of(value, recipe))
+            tensors = tuple(self._give(reach(value, path)) for path in recipe.paths())
+            self._made[id(value)] = MadeResult(recipe, tensors, layouts)
+        return self._made[id(value)]
+
+    def _give(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def _numbers(self, numbers: Sequence[Value]) -> Numbers:
+        return tuple(PlainResult(self._give(n)) if isinstance(n, torch.SymInt) else int(n) for n in numbers)
+
+
+class _Rewriting:
+    """Copies a trace to the graph that is handed on: nodes described as Dynamo's are, sizes told by the inputs.
+
+    Args:
+        traced: the trace.
+        inputs: what the graph takes.
+        run: that made it.
+    """
+
+    def __init__(self, traced: fx.GraphModule, inputs: InnerInputs, run: _PlainRun) -> None:
+        self._traced, self._inputs, self._run = traced, inputs, run
+        self._graph = fx.Graph()
+        self._env: dict[fx.Node, Any] = {}
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a module."""
+        given = self._traced.graph.find_nodes(op="placeholder")
+        for index, (node, name) in enumerate(zip(given, self._inputs.names, strict=True)):
+            copy = self._env[node] = self._graph.placeholder(name)
+            self._inputs.describe_placeholder(index, copy)
+        self._symbols = {symbol: self._env[given[index]] for symbol, index in self._inputs.symbols.items()}
+        for node in self._traced.graph.nodes:
+            if node.op == "output":
+                self._graph.output(tuple(map(self._present, node.args[0])))
+            elif node.op != "placeholder":
+                self._env[node] = self._copied(node)
+        for node in reversed(self._graph.nodes):
+            if not node.users and (node.target is getitem or self._is_size(node)):
+                self._graph.erase_node(node)
+        return module_of(self._traced, self._graph)
+
+    def _present(self, arg: Any) -> Any:
+        return self._env[arg] if isinstance(arg, fx.Node) else arg
+
+    def _is_size(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and isinstance(node.meta.get("example_value"), _SYMBOLIC)
+
+    def _copied(self, node: fx.Node) -> Any:
+        """The copy of a node, or the number that it would compute of sizes that are inputs."""
+        original = self._run.copies.get(node)
+        value = node.meta.get("val")
+        if original is None and isinstance(value, torch.SymInt) and expr_of(value).free_symbols <= self._symbols.keys():
+            number = build_expr(expr_of(value), self._symbols, self._graph)
+            if isinstance(number, fx.Node):
+                number.meta.setdefault("example_value", value)
+            return number
+        copy = self._graph.node_copy(node, lambda arg: self._env[arg])
+        if original is not None:
+            copy.meta = dict(original.meta)
+            return copy
+        origin = self._run.origins.get(node)
+        lines = {} if origin is None else {key: origin.meta[key] for key in _LINES if key in origin.meta}
+        copy.meta = {**lines, "example_value": value}
+        self._check(node, origin)
         return copy
 
-    def _finish(self, node: fx.Node) -> tuple[Result, ...]:
-        """Return what the results of a call are made of."""
-        given: list[Any] = []
-        made: dict[Wrapped, MadeResult] = {}
-
-        def give(value: Any) -> int:
-            given.append(value)
-            return len(given) - 1
-
-        def numbers(values: Sequence[Any]) -> Numbers:
-            return tuple(PlainResult(give(value)) if isinstance(value, fx.Node) else value for value in values)
-
-        def result(value: Tree) -> Result:
-            if not isinstance(value, Wrapped):
-                return PlainResult(give(value))
-            if value.position is not None:
-                return OwnArgument(value.position)
-            if value not in made:
-                layouts = tuple((numbers(size), numbers(stride)) for size, stride in value.layouts)
-                made[value] = MadeResult(value.recipe, tuple(map(give, value.parts)), layouts)
-            return made[value]
-
-        returned: Any = fx.node.map_aggregate(
-            node.args[0], lambda arg: self._env[arg] if isinstance(arg, fx.Node) else arg
-        )
-        results = tuple(map(result, returned))
-        self._graph.output(tuple(given)).meta = dict(node.meta)
-        return results
-
-    def _drop_unused(self) -> None:
-        """Arithmetic on sizes that nobody needs, and meshes and groups that only what was replaced has needed."""
-        for node in reversed(self._graph.nodes):
-            if not node.users and node.op == "call_function" and isinstance(node.meta.get("example_value"), _SYMBOLIC):
-                self._graph.erase_node(node)
-        for node, plain in list(self._inputs):
-            if not node.users and not plain.path and is_opaque(self._fakes[node]):
-                self._graph.erase_node(node)
-                self._inputs.remove((node, plain))
-
-    def _module(self) -> fx.GraphModule:
-        targets = {str(node.target) for node in self._graph.nodes if node.op == "get_attr"} - self._constants.keys()
-        own = {target: operator.attrgetter(target)(self._gm) for target in targets}
-        gm = module_of({**own, **self._constants}, self._graph)
-        gm.meta = dict(self._gm.meta)
-        keep_break_reason(gm, self._gm)
-        return gm
+    def _check(self, node: fx.Node, origin: fx.Node | None) -> None:
+        """Refuse what a graph cannot repeat."""
+        line = "" if origin is None else f" ({where(origin)})"
+        if node.op == "get_attr" and is_fake(attrgetter(str(node.target))(self._traced)):
+            raise UnsupportedInputError(
+                f"a tensor that no input holds is used{line}: its class keeps it from before the model was called. "
+                "Make it a buffer, or keep what uses it outside of the model"
+            )
+        op = random_op(node)
+        if op is not None and origin is not None and self._run.has_dtensor(origin):
+            raise UnsupportedInputError(
+                f"{origin.name} draws random numbers for a DTensor with {op}{line}, from a state that this version of "
+                "torch sets on the host before and after: draw them outside of the model"
+            )
 
 
-def random_op_in(traced: fx.GraphModule) -> str | None:
-    """An op that draws random numbers on a device that is not the CPU, where DTensor moves the generator itself."""
-    for node in traced.graph.nodes:
-        value = node.meta.get("val")
-        draws = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if draws and isinstance(value, Tensor) and not value.is_cpu:
-            return op_name(node.target)
-    return None
-
-
-def _attribute(name: str) -> str:
-    """An attribute as a person would say it: "_local_tensor" of a DTensor is "local"."""
-    return name.strip("_").removesuffix("_tensor")
-
-
-def _suffix(path: Sequence[str]) -> str:
-    return "".join(f".{_attribute(name)}" for name in path)
+def random_op(node: fx.Node) -> str | None:
+    """The op of a node that draws random numbers on a device other than the CPU, where DTensor moves the generator."""
+    value = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or not isinstance(value, Tensor) or value.is_cpu:
+        return None
+    return op_name(node.target) if torch.Tag.nondeterministic_seeded in node.target.tags else None

@@ -51,6 +51,7 @@ class Programs:
         self.on = on
         self.weight = sharded(torch.randn(4, 4), on, Shard(0))
         self.bias = sharded(torch.randn(4), on)
+        self.table = sharded(torch.randn(40, 4), on, Shard(0))
         self.two = TwoTensor(torch.randn(4, 4), torch.randn(4, 4))
 
     def state(self) -> list[Tensor]:
@@ -112,6 +113,13 @@ class Programs:
     def maps(self, x: DTensor) -> Any:
         return torch.vmap(lambda row: row * 2)(x.to_local()), x + 1
 
+    def embeds(self, x: Tensor) -> Any:
+        """The mask of the rows that this rank has lies in the placement of the result until that is reduced."""
+        ids = DTensor.from_local(x.long() % 40, self.on, [Replicate()], run_check=False)
+        part = nn.functional.embedding(ids, self.table)
+        other = x + 1
+        return part.redistribute(placements=[Replicate()]).to_local() + other.sum(), other
+
     def takes_two(self, x: TwoTensor) -> Any:
         return x * 2 + self.two[0], x.add_(1)
 
@@ -139,6 +147,7 @@ def nested(programs: Programs, n: int) -> Tensor:
 Make = Callable[[Programs, int], Tensor]
 CASES: Sequence[tuple[str, Make]] = [
     ("sums_partials", plain),
+    ("embeds", plain),
     ("gathers", replicated),
     ("writes_its_argument", replicated),
     ("returns_its_argument", replicated),

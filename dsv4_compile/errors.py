@@ -104,6 +104,10 @@ class PieceCompileError(Dsv4Error):
     """The piece compiler failed on a piece, or what it made returns something else than the piece does."""
 
 
+class CollectiveError(Dsv4Error):
+    """A collective of the compiled model has failed, most often since another rank failed, ended, or differs."""
+
+
 class LayoutMismatchError(Dsv4Error):
     """A custom op's result has another shape, dtype or, in a compiled piece, strides than its fake promised."""
 

@@ -37,6 +37,7 @@ from .inline_bodies import inline_bodies
 from .join_results import join_results
 from .lift_size_checks import lift_size_checks
 from .move_nodes import move_nodes
+from .name_collectives import name_collectives
 from .partition_graph import partition_graph as partition_graph
 from .place_getitems import place_getitems
 from .place_waits import place_waits
@@ -75,6 +76,7 @@ def traced_passes(
         lift_size_checks,  # after sizes: what is left of them is read off tensors whose size depends on data
         place_getitems,  # after sizes: a torch.Size is a tuple too, and is gone by now
         place_waits,
+        name_collectives,
         partial(infer_effects, concrete=concrete, symbolic=symbolic),  # everything below decides from effects
         settle_rebindings,
         partial(try_ones, resized=resized),
@@ -88,7 +90,12 @@ def traced_passes(
 def region_passes(config: Config) -> tuple[TracedPass, ...]:
     """The last of them: which nodes are eager. They run again once a capture has shown what no graph can hold."""
     return (
-        partial(choose_regions, runner=config.resolved_runner, region=config.resolved_region),
+        partial(
+            choose_regions,
+            runner=config.resolved_runner,
+            region=config.resolved_region,
+            runs_twice=config.check == "full",
+        ),
         partial(move_nodes, region=config.resolved_region),
         partial(check_hazards, runner=config.resolved_runner),  # after moves: it judges what will run
     )

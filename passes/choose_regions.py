@@ -18,14 +18,23 @@ from dataclasses import replace
 from torch import fx
 
 from ..analysis.eager_reasons import graph_facts, is_preparation, why_not_capturable, why_reads_step, why_split
+from ..graph.op_properties import is_collective, is_wait
 from ..graph.traced import TracedGraph
+from .place_waits import awaited
 
 BETWEEN = "wide: between preparation and split op"
+CHECKED_COLLECTIVE = 'a collective runs once a call, and check="full" runs what is captured twice'
 NO_SPLIT_OP = "the graph calls no split op: nothing in it is kept eager for attention"
 
 
-def choose_regions(traced: TracedGraph, *, runner: str, region: str) -> TracedGraph:
-    """Fill in `eager`: a reason for every node that runs eagerly; note a graph without a split op."""
+def choose_regions(traced: TracedGraph, *, runner: str, region: str, runs_twice: bool = False) -> TracedGraph:
+    """Fill in `eager`: a reason for every node that runs eagerly; note a graph without a split op.
+
+    Args:
+        traced: the graph.
+        runner, region: the policy.
+        runs_twice: what is captured also runs uncaptured in every call, to compare.
+    """
     nodes = traced.compute_nodes()
     if traced.run_as_traced is not None:
         return replace(traced, eager=dict.fromkeys(nodes, traced.run_as_traced))
@@ -41,7 +50,20 @@ def choose_regions(traced: TracedGraph, *, runner: str, region: str) -> TracedGr
             eager.setdefault(node, reason)
     if region == "wide":
         _widen(traced, nodes, splits, eager)
+    _settle_collectives(nodes, eager, runs_twice=runs_twice)
     return replace(traced, eager=eager, notes=traced.notes if splits else (*traced.notes, NO_SPLIT_OP))
+
+
+def _settle_collectives(nodes: Sequence[fx.Node], eager: dict[fx.Node, str], *, runs_twice: bool) -> None:
+    """What is started in a graph is waited for in it; and what the other processes do once is done once here."""
+    waits = {node: awaited(node) for node in nodes if is_wait(node.target)}
+    for node in nodes:
+        if runs_twice and is_collective(node.target):
+            eager.setdefault(node, CHECKED_COLLECTIVE)
+    for wait, started in waits.items():
+        if started is not None and (reason := eager.get(started) or eager.get(wait)):
+            eager.setdefault(started, reason)
+            eager.setdefault(wait, reason)
 
 
 def _widen(

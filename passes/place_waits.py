@@ -22,7 +22,7 @@ def place_waits(traced: TracedGraph) -> TracedGraph:
     """Move every wait for a collective of this graph."""
     last: dict[fx.Node, fx.Node] = {}  # by collective, what stands behind it for its sake
     for wait in [node for node in traced.gm.graph.nodes if is_wait(node.target)]:
-        if (collective := _awaited(wait)) is not None:
+        if (collective := awaited(wait)) is not None:
             if collective not in last:
                 last[collective] = max((collective, *(u for u in collective.users if u.target is operator.getitem)))
             last[collective].append(wait)
@@ -30,7 +30,7 @@ def place_waits(traced: TracedGraph) -> TracedGraph:
     return traced
 
 
-def _awaited(wait: fx.Node) -> fx.Node | None:
+def awaited(wait: fx.Node) -> fx.Node | None:
     """The collective whose result, or whose argument if it works in place, is waited for; None for one from outside."""
     (tensor,) = wait.all_input_nodes
     makers = {tensor, *(tensor.all_input_nodes if tensor.target is operator.getitem else ()), *tensor.users}

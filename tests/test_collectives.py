@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,10 +11,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from decode_ops import decode, register
 from eager_twin import check_calls, compile_piecewise
+from processes import free_port, gloo_group, in_processes, values_of
 
 import dsv4_compile
 from dsv4_compile import counters, uniform_decode
-from dsv4_compile.errors import FullGraphError
+from dsv4_compile.errors import CollectiveError, FullGraphError
+from dsv4_compile.graph import collective_call
+from dsv4_compile.graph.collective_call import CollectiveCall
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed"),
@@ -23,22 +25,10 @@ pytestmark = [
 ]
 
 
-def start(rank: int, size: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
-    start(0, 1, free_port())
-    yield
-    dist.destroy_process_group()
+    with gloo_group(0, 1, free_port()):
+        yield
 
 
 def all_reduce(x):
@@ -131,27 +121,15 @@ def test_one_process(group, program, options):
     check_calls(program, calls(), **options)
 
 
-def in_a_process(rank: int, size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    start(rank, size, port)
+def in_two(rank: int) -> None:
     for program in PROGRAMS:
         check_calls(program, calls(rank), region="minimal")
-    dist.destroy_process_group()
+        torch._dynamo.reset()
 
 
 @pytest.mark.exhaustive
 def test_two_processes():
-    context = torch.multiprocessing.get_context("spawn")
-    port = free_port()
-    processes = [context.Process(target=in_a_process, args=(rank, 2, port)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0, 0]
+    values_of(in_processes(in_two))
 
 
 def test_each_runs_once_a_call_in_program_order(group):
@@ -212,3 +190,62 @@ def test_a_collective_keeps_a_decode_step_in_pieces(group):
             assert torch.equal(compiled(x), 2 * x + 1)
     with pytest.raises(FullGraphError, match="a collective runs on the host here"):
         dsv4_compile.explain(step, torch.randn(4, 8), options={"decode": "full"})
+
+
+@torch.no_grad()
+def in_phases(rank: int) -> list[float]:
+    """One rank warms up, captures or is compiled anew while the other replays; all make the same calls."""
+
+    def f(x):
+        return fc.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+    compiled = compile_piecewise(f)
+    seen = []
+    for number in range(12):
+        if number in (3, 4, 8) and rank == number % 2:
+            torch._dynamo.reset()  # its next two calls are a warm-up and a capture
+        if number == 6 and rank == 1:
+            compiled = compile_piecewise(f, region="minimal", check="full")
+        seen.append(compiled(torch.full((2,), float(number + rank)))[0].item())
+    return seen
+
+
+def test_ranks_may_be_in_different_phases():
+    expected = [2.0 * (2 * number + 1) + 1 for number in range(12)]
+    assert values_of(in_processes(in_phases)) == [expected, expected]
+
+
+def test_with_a_full_check_each_runs_once_all_the_same(group):
+    compiled = compile_piecewise(all_reduce, check="full")
+    for number in range(3):
+        with torch.profiler.profile() as profile:
+            compiled(torch.arange(4.0) + number)
+        assert sum(event.name.startswith("c10d::allreduce") for event in profile.events()) == 1
+
+
+def raised(function: Callable[[], object]) -> CollectiveError:
+    with torch.no_grad(), pytest.raises(CollectiveError) as caught:
+        function()
+    return caught.value
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_that_fails_says_which_it_is_and_where(group, options, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4\nmore")
+
+    compiled = compile_piecewise(all_reduce, **options)
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(CollectiveCall, "op", property(lambda call: fail, lambda call, op: None), raising=False)
+            patch.setattr(collective_call, "op_name", lambda op: "_c10d_functional::all_reduce.default")
+            message = str(raised(lambda: compiled(torch.arange(4.0)))).partition("\n\n")[0]
+        assert re.fullmatch(
+            r"_c10d_functional::all_reduce.default of group \S+ failed on rank 0 of 1 "
+            r"\(\S+test_collectives.py:\d+ in all_reduce: return fc.all_reduce\(.*\)\): "
+            r"RuntimeError: Connection closed by peer \[127.0.0.1\]:4. Another rank has failed, has ended, or calls "
+            r"other collectives than this one: look at what the others say first. A rank waits for the others as long "
+            r"as its process group does \(init_process_group\(timeout=...\), 120 s here\)",
+            message,
+        )
+        assert torch.equal(compiled(torch.arange(4.0)), torch.arange(4.0) * 2 + 1)

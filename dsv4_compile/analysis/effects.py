@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..compat.dispatch import Op, OpArgs, OpKwargs, OpOverload, TorchDispatchMode, Tree, op_name, pytree
+from ..compat.distributed import backend_of
 from ..errors import AliasingOpError
 from ..graph.fused_call import FusedCall
 from ..graph.op_properties import (
@@ -21,6 +22,7 @@ from ..graph.op_properties import (
     bind_arguments,
     checks_data,
     cudagraph_unsafe_reason,
+    group_of,
     is_allocation,
     is_collective,
     is_wait,
@@ -36,6 +38,8 @@ _SHAPE_ONLY = (
     | frozenset(f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint"))
     | frozenset(["new_zeros", "new_ones", "new_full", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"])
 )
+# Whose collectives a CUDA graph holds, if the backend is NCCL.
+_CAPTURABLE_COLLECTIVES = frozenset(["_c10d_functional", "_dtensor"])
 
 
 class Storages:
@@ -100,6 +104,7 @@ class EffectsRecorder(TorchDispatchMode):
         self.storages = storages
         self.step_state: set[int] = set()
         self._ops = ops
+        self._collectives: dict[int, str | None] = {}  # by storage: why no graph holds what was started there
         self._node_effects: NodeEffects | None = None
 
     @contextmanager
@@ -147,7 +152,7 @@ class EffectsRecorder(TorchDispatchMode):
         if checks_data(name):
             self._record_data_check(node_effects, name, bound)
         if is_collective(func):
-            self._record_collective(node_effects, bound)
+            self._record_collective(node_effects, func, bound, result)
         if reason := cudagraph_unsafe_reason(func, bound):
             node_effects.uncapturable = node_effects.uncapturable or f"{name} {reason}"
         node_effects.barrier = node_effects.barrier or _why_barrier(func, name, registered)
@@ -163,11 +168,20 @@ class EffectsRecorder(TorchDispatchMode):
             # a kernel that fails inside of a graph leaves the process without its device
             node_effects.uncapturable = node_effects.uncapturable or f"{name} checks data, which is safer outside"
 
-    def _record_collective(self, node_effects: NodeEffects, bound: Mapping[str, Tree]) -> None:
-        """The other processes do the same at the same time, so it keeps its place in the program."""
-        is_host = all(tensor.is_cpu for tensor in _tensors(bound))
-        reason = "a collective runs on the host here" if is_host else "a collective runs outside of graphs here"
-        node_effects.barrier = node_effects.barrier or reason
+    def _record_collective(
+        self, node_effects: NodeEffects, func: OpOverload, bound: Mapping[str, Tree], result: Tree
+    ) -> None:
+        """The other processes do the same at the same time, so it keeps its place in the program.
+
+        What is started in a graph is waited for in it, and what is started outside is waited for outside.
+        """
+        node_effects.barrier = node_effects.barrier or f"{op_name(func)} is a collective"
+        started = {self.storages.number(tensor) for tensor in (*_tensors(bound), *_tensors(result))}
+        if is_wait(func):
+            reason = self._collectives.get(next(iter(started), -1), _why_no_graph_holds(func, bound))
+        else:
+            reason = _why_no_graph_holds(func, bound)
+            self._collectives.update(dict.fromkeys(started, reason))
         node_effects.uncapturable = node_effects.uncapturable or reason
 
     def record_role(
@@ -218,6 +232,16 @@ class EffectsRecorder(TorchDispatchMode):
                         f"op {op_name(func)} returns memory of its argument {argument!r}, but its schema promises a "
                         f"fresh tensor ({where(node)}): return nothing, return a clone, or declare the alias"
                     )
+
+
+def _why_no_graph_holds(func: OpOverload, bound: Mapping[str, Tree]) -> str | None:
+    """Why a collective, or a wait for one that this graph has not started, is eager; None if a graph may hold it."""
+    devices = {tensor.device for tensor in _tensors(bound)}
+    if all(device.type == "cpu" for device in devices):
+        return "a collective runs on the host here"
+    backends = {backend_of(group_of(bound), device) for device in devices}
+    is_capturable = func.namespace in _CAPTURABLE_COLLECTIVES and backends == {"nccl"}
+    return None if is_capturable else "a collective runs outside of graphs here"
 
 
 class WholeOps(TorchDispatchMode):

@@ -19,6 +19,7 @@ from torch import fx
 from ..compat.dispatch import pytree
 from ..compat.dynamo import module_of
 from ..compat.symbols import expr_of
+from .collective_call import callee
 from .mode_scopes import ModeScope, run_steps
 from .partitioned import Unit, UnitKind
 from .traced import TensorMeta, TracedGraph
@@ -155,6 +156,7 @@ def _emit(graph: fx.Graph, nodes: Sequence[fx.Node], env: dict[fx.Node, fx.Node]
         _leave(graph, entered, step.leave)
         entered += [(scope, graph.call_function(scope.enter, scope.args)) for scope in step.enter]  # type: ignore[arg-type]
         env[step.node] = graph.node_copy(step.node, lambda arg: env[arg])
+        env[step.node].target = callee(step.node)
     _leave(graph, entered, left_over)
 
 

@@ -70,6 +70,11 @@ def is_wait(func: object) -> bool:
     return is_collective(func) and str(func._opname) in ("wait_tensor", "_wrap_tensor_autograd")
 
 
+def group_of(bound: Mapping[str, Tree]) -> object:
+    """The group among the arguments of a collective, most often by its name; None if there is none."""
+    return bound.get("group_name", bound.get("group"))
+
+
 def undeclared_writes(func: OpOverload, bound: Mapping[str, Tree]) -> frozenset[str]:
     """Arguments that an op writes although its schema does not say so: torch's batch norms, and waits."""
     if is_wait(func):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..counting import counters
 from ..log import progress_bar
+from .agreement import Agreement
 from .engines.capture_state import restoring
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def capture(
@@ -18,6 +24,7 @@ def capture(
     sizes: Iterable[int],
     *,
     progress: bool | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Call a compiled model twice for each token count, largest first, so that its buckets are captured.
 
@@ -31,21 +38,34 @@ def capture(
             fine.
         sizes: token counts to capture.
         progress: show a progress bar (needs tqdm); None: on a terminal only.
+        group: the ranks that take part in the collectives of the model, each of which calls this function too. They
+            capture the same sizes in the same order and make equally many calls, or an error says who differs.
 
     Raises:
-        ArgumentError: `compiled` or `inputs_for` cannot be called, or `sizes` is no list of token counts.
-        CaptureError: calling `compiled` ran nothing that this backend compiled.
+        ArgumentError: `compiled` or `inputs_for` cannot be called, or `sizes` is no list of token counts, or not that
+            of the other ranks.
+        CaptureError: calling `compiled` ran nothing that this backend compiled, or `inputs_for` failed on another rank.
+        CollectiveError: a collective of the model failed, as it does after its timeout if another rank has.
     """
-    _check_callable("compiled", compiled)
-    _check_callable("inputs_for", inputs_for)
-    restoring(_capture, compiled, inputs_for, sorted(_checked(sizes), reverse=True), progress)
+    agreement = Agreement(group)
+    in_order = agreement.all_made("an argument", partial(_checked_arguments, compiled, inputs_for, sizes))
+    agreement.same("the sizes to capture", in_order)
+    restoring(_capture, compiled, inputs_for, in_order, progress, agreement)
 
 
 def _capture(
-    compiled: Callable[..., object], inputs_for: Callable[[int], object], in_order: Sequence[int], progress: bool | None
+    compiled: Callable[..., object],
+    inputs_for: Callable[[int], object],
+    in_order: Sequence[int],
+    progress: bool | None,
+    agreement: Agreement,
 ) -> None:
     from ..errors import CaptureError
     from .restore_inputs import RestoringCalls
+
+    def call_twice(size: int) -> None:
+        inputs = agreement.all_made(f"inputs_for({size})", partial(inputs_for, size))
+        _call_twice(compiled, inputs, agreement)
 
     calls = RestoringCalls()
     try:
@@ -53,7 +73,7 @@ def _capture(
         with _cache_emptied(), torch.no_grad(), calls as restored, bar as advance:
             graphs = 0
             for size in in_order:
-                _call_twice(compiled, inputs_for(size))
+                call_twice(size)
                 if not restored.calls:
                     raise CaptureError(
                         f"calling {_name(compiled)} ran nothing that dsv4_piecewise compiled, so there is nothing to "
@@ -62,10 +82,10 @@ def _capture(
                 if size == in_order[0]:
                     graphs = counters.graphs_compiled
                 advance(1)
-            if in_order and counters.graphs_compiled != graphs:
+            if in_order and agreement.any(counters.graphs_compiled != graphs):
                 # a size that happened to be that of another dim was no symbol of its own: a later graph serves it too
                 for size in in_order:
-                    _call_twice(compiled, inputs_for(size))
+                    call_twice(size)
     finally:
         calls.end()  # once more: an interrupt may have come while the block was left
 
@@ -83,12 +103,21 @@ def _cache_emptied() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def _call_twice(compiled: Callable[..., object], inputs: object) -> None:
-    plans = None
-    while plans != counters.replans:  # a second call that shows what no graph can hold captures nothing
+def _call_twice(compiled: Callable[..., object], inputs: object, agreement: Agreement) -> None:
+    calls_again = True
+    while calls_again:
         plans = counters.replans
         for _ in range(2):  # the first call of a bucket is its warm-up
             _call(compiled, inputs)
+        # a second call that shows what no graph can hold, on whichever rank, captures nothing
+        calls_again = agreement.any(plans != counters.replans)
+
+
+def _checked_arguments(compiled: object, inputs_for: object, sizes: object) -> list[int]:
+    """The sizes, largest first."""
+    _check_callable("compiled", compiled)
+    _check_callable("inputs_for", inputs_for)
+    return sorted(_checked(sizes), reverse=True)
 
 
 def _check_callable(argument: str, value: object) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from ...graph.collective_call import callee
 from ...graph.mode_scopes import ModeScope, run_steps
 from ...graph.traced import Value
 
@@ -65,7 +66,7 @@ class UnitInterpreter:
     def call(self, node: fx.Node) -> Value:
         """The value of a node that calls something."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: self.values[arg])
-        target = node.target
+        target = callee(node)
         value = target(*args, **kwargs) if callable(target) else getattr(args[0], target)(*args[1:], **kwargs)
         self.look_at(node, value, args, kwargs)
         return value

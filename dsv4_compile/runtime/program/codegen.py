@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from ...graph.collective_call import callee
 from ...graph.traced import Value
 
 _numbers = itertools.count()  # names tracebacks apart
@@ -85,8 +86,9 @@ class SourceWriter:
         args += [f"{key}={self.text_of(value, operands)}" for key, value in node.kwargs.items()]
         if node.op == "call_method":
             return f"{args[0]}.{node.target}({', '.join(args[1:])})"
-        name = getattr(node.target, "__name__", "op").replace(".", "_")
-        function = self.name_of(node.target, name if name.isidentifier() else "op")
+        target = callee(node)
+        name = getattr(target, "__name__", "op").replace(".", "_")
+        function = self.name_of(target, name if name.isidentifier() else "op")
         return f"{function}({', '.join(args)})"
 
     def text(self) -> str:

@@ -186,7 +186,11 @@ def small_checkpoint(num_layers: int, *, mtp: bool = False) -> Path:
             raise OSError(f"cannot make {cache}: {error.strerror}; XDG_CACHE_HOME names another folder") from error
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             random_model(num_layers, mtp=mtp).save_pretrained(Path(unfinished) / "checkpoint")
-            (Path(unfinished) / "checkpoint").rename(folder)
+            try:
+                (Path(unfinished) / "checkpoint").rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was faster
+                    raise
     return folder
 
 

@@ -11,6 +11,7 @@ rounds its own alike. With `--mtp` the checkpoint's MTP block drafts tokens.
     python examples/serve_checkpoint.py --kv-cache-dtype fp8_ds_mla --index-cache-dtype mxfp4
     python examples/serve_checkpoint.py --region narrow --trace step.json    # then open it in ui.perfetto.dev
     python examples/serve_checkpoint.py --mtp 2
+    torchrun --nproc-per-node 2 examples/serve_checkpoint.py                 # experts sharded over two processes
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _processes import num_processes, one_of_many
 from _rounding import rounded_caches
 from _serving import (
     Served,
@@ -87,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return run(options)
+        with one_of_many(options.device):
+            return run(options)
     except (Dsv4Error, OSError) as error:
         complaint = str(error).partition("\n\n")[0]  # Dynamo adds a paragraph to what passes through it
     except ImportError as error:
@@ -105,14 +108,16 @@ def run(options: argparse.Namespace) -> int:
     if not options.model:
         torch.set_num_threads(1)  # its tensors are so small that threads only wait for each other
     folder = options.model or small_checkpoint(options.layers, mtp=bool(options.mtp))
-    original = load(folder, options.device, DTYPES[options.dtype], mtp=bool(options.mtp))
+    sharded = num_processes() > 1
+    original = load(folder, options.device, DTYPES[options.dtype], mtp=bool(options.mtp), sharded=sharded)
     tokenizer = load_tokenizer(folder)
     texts = options.prompt or PROMPTS
     prompts = [tokenizer.encode(text) for text in texts]
     formats = (options.kv_cache_dtype, options.index_cache_dtype)
     serving = Serving(original, prompts, options.tokens, formats, options.mtp)
     layers = pluralize(original.config.num_hidden_layers, "layer")
-    print(f"checkpoint {folder}: {layers}, {original.dtype}, {options.device}", flush=True)
+    where = f"{options.device}, {num_processes()} processes" if sharded else str(options.device)
+    print(f"checkpoint {folder}: {layers}, {original.dtype}, {where}", flush=True)
     rows = [serving.eager()]
     configurations = chosen(options.runner, options.region)
     for runner, region in configurations:
@@ -126,8 +131,10 @@ def run(options: argparse.Namespace) -> int:
         rows.append(
             Serving(original, prompts, options.tokens, PACKED, options.mtp).compiled("mrv2", "narrow", trace=None)
         )
+    # a model as large as to need several processes has to be its own reference
+    whole = load(folder, options.device, DTYPES[options.dtype]) if sharded and not options.model else original
     expected = {
-        formats: rounded_reference(original, prompts, options.tokens, formats)
+        formats: rounded_reference(whole, prompts, options.tokens, formats)
         for formats in dict.fromkeys(row.formats for row in rows)
     }
     print()
@@ -141,9 +148,12 @@ def run(options: argparse.Namespace) -> int:
     return print_verdict(rows, expected, original.dtype)
 
 
-def load(folder: Path, device: torch.device, dtype: torch.dtype | None, *, mtp: bool = False) -> Any:
+def load(
+    folder: Path, device: torch.device, dtype: torch.dtype | None, *, mtp: bool = False, sharded: bool = False
+) -> Any:
     """The model as transformers loads it, with experts that are captured; no dtype: the checkpoint's own."""
-    original: Any = load_original(folder, device=device, dtype=dtype, mtp=mtp).eval()
+    tp_plan = "auto" if sharded else None
+    original: Any = load_original(folder, device=device, dtype=dtype, mtp=mtp, tp_plan=tp_plan).eval()
     if device.type == "cpu" or original.dtype != torch.bfloat16:
         # transformers' grouped experts read the routing back to the host there, which is eager
         original.set_experts_implementation("batched_mm")
@@ -203,7 +213,7 @@ class Serving:
         runner = self._runner(runner_name, compiled, drafter)
         plan, drafter_plan = self._explain(runner, options)
         start = time.perf_counter()
-        dsv4_compile.capture(runner.run_padding, lambda size: (size,), BATCH_SIZES)
+        dsv4_compile.capture(runner.run_padding, lambda size: (size,), BATCH_SIZES, group=self._model.process_group)
         seconds = time.perf_counter() - start
         served = self._serve(runner)
         if trace:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -36,7 +36,11 @@ from ..models.deepseek_v4.indexer import Indexer
 from ..models.deepseek_v4.mtp import MTPBlock
 from ..models.deepseek_v4.shared import SharedBuffers
 from ..models.deepseek_v4.step import StepState
+from .sharding import Plan, group_of, is_sharding_hook, refusing_of_shards, sharding_arguments, whole
 from .transformers_mtp import WithMTP, check_mtp_config, check_mtp_loaded, mtp_block
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Module = TypeVar("Module", bound=nn.Module)
 Theirs: TypeAlias = Any  # a module of transformers, whose attributes have no types for us
@@ -67,12 +71,16 @@ class SwappedModel(nn.Module):
         config: sizes of the attention layers; what a runner needs.
         language_model: the `DeepseekV4ForCausalLM` with swapped layers.
         drafter: None; see `SwappedModelWithMTP`.
+        process_group: the ranks that it is spread over, which the runners keep in step; None for a whole model.
     """
 
     drafter: MTPBlock | None
 
-    def __init__(self, language_model: nn.Module, config: DeepseekV4Config) -> None:
+    def __init__(
+        self, language_model: nn.Module, config: DeepseekV4Config, process_group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
+        self.process_group = process_group
         self.config = config
         self.language_model = language_model
         self.drafter = None
@@ -94,8 +102,14 @@ class SwappedModelWithMTP(SwappedModel):
 
     drafter: MTPBlock
 
-    def __init__(self, language_model: Theirs, config: DeepseekV4Config, drafter: MTPBlock) -> None:
-        super().__init__(language_model, config)
+    def __init__(
+        self,
+        language_model: Theirs,
+        config: DeepseekV4Config,
+        drafter: MTPBlock,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(language_model, config, process_group)
         inner = language_model.model = _copy_module(language_model.model)
         self.head, self.norm, self.lm_head = inner.hc_head, inner.norm, language_model.lm_head
         inner.hc_head, inner.norm = nn.Identity(), nn.Identity()
@@ -117,19 +131,29 @@ def load(
     device: torch.device | str | None = None,
     experts_implementation: str | None = None,
     mtp: bool = False,
+    tp_plan: Plan | None = None,
+    distributed_config: object = None,
     **overrides: object,
 ) -> SwappedModel:
     """Load a checkpoint folder through transformers and swap the attention.
 
     Args:
-        path, dtype, device, experts_implementation, mtp: as in `load_original`.
+        path, dtype, device, experts_implementation, mtp, tp_plan, distributed_config: as in `load_original`.
         overrides: fields of our `DeepseekV4Config`, for example `max_position_embeddings` for shorter RoPE tables.
 
     Raises:
         FileNotFoundError, UnsupportedConfigError: as in `load_original` and `swap_attention`.
     """
     DeepseekV4Config.from_hf(_read_config(Path(path)), **overrides)  # before the weights, which may take minutes
-    model = load_original(path, dtype=dtype, device=device, experts_implementation=experts_implementation, mtp=mtp)
+    model = load_original(
+        path,
+        dtype=dtype,
+        device=device,
+        experts_implementation=experts_implementation,
+        mtp=mtp,
+        tp_plan=tp_plan,
+        distributed_config=distributed_config,
+    )
     return swap_attention(model, **overrides)
 
 
@@ -140,6 +164,8 @@ def load_original(
     device: torch.device | str | None = None,
     experts_implementation: str | None = None,
     mtp: bool = False,
+    tp_plan: Plan | None = None,
+    distributed_config: object = None,
 ) -> DeepseekV4ForCausalLM:
     """Load a checkpoint folder as transformers does, but without its silent repairs.
 
@@ -149,15 +175,18 @@ def load_original(
     Args:
         path: folder with config.json and safetensors.
         dtype: of the weights; None: as the checkpoint says.
-        device: where the model goes; None: the CPU.
+        device: where the model goes; None: the CPU, or where transformers puts the part of this rank.
         experts_implementation: transformers' option of that name; None: its default.
         mtp: load the checkpoint's MTP block too; `swap_attention` makes a drafter of it.
+        tp_plan, distributed_config: transformers' options of these names, for a process that `torchrun` has started
+            (see `sharding.py`); the package accelerate is needed.
 
     Raises:
         FileNotFoundError: no such folder, or it has no config.json.
-        UnsupportedConfigError: another architecture, a configuration we cannot serve, or weights that are missing or
-            have other sizes than the configuration says; with `mtp`, those of its MTP block as well.
+        UnsupportedConfigError: another architecture, a configuration or kind of parallelism we cannot serve, or weights
+            that are missing or have other sizes than the configuration says; with `mtp`, those of its MTP block too.
     """
+    sharding = sharding_arguments(tp_plan, distributed_config)
     folder = Path(path)
     values = _read_config(folder)
     num_layers = DeepseekV4Config.from_hf(values).num_hidden_layers
@@ -168,18 +197,26 @@ def load_original(
         config.quantization_config = {**quantisation, "dequantize": True}
     if experts_implementation is not None:
         config._experts_implementation = experts_implementation
-    model, report = (WithMTP if mtp else DeepseekV4ForCausalLM).from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype or "auto",
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are reported then, and refused below
-    )
+    with refusing_of_shards(folder, sharding):
+        model, report = (WithMTP if mtp else DeepseekV4ForCausalLM).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported then, and refused below
+            **sharding,
+        )
     if mtp:
         check_mtp_loaded(folder, report["missing_keys"], model.state_dict())
     _check_loaded(folder, report)
-    return model.to(device)
+    if group_of(model) is None:
+        return model.to(device)
+    if device is not None and torch.device(device).type != model.lm_head.weight.device.type:
+        raise UnsupportedConfigError(
+            f"device is {device}, but transformers has put this rank's part on {model.lm_head.weight.device}"
+        )
+    return model
 
 
 def swap_attention(model: nn.Module, **overrides: object) -> SwappedModel:
@@ -211,9 +248,10 @@ def swap_attention(model: nn.Module, **overrides: object) -> SwappedModel:
     swapped.model = _copy_module(model.model)
     swapped.model.layers = nn.ModuleList(_swap_layer(layer, config, shared) for layer in model.model.layers)
     if not isinstance(model, WithMTP):
-        return SwappedModel(swapped, config)
+        return SwappedModel(swapped, config, group_of(model))
     del swapped.mtp  # it is there as what it drafts with
-    return SwappedModelWithMTP(swapped, config, mtp_block(model, _swap_layer(model.mtp[0], config, shared)))
+    drafter = mtp_block(model, _swap_layer(model.mtp[0], config, shared))
+    return SwappedModelWithMTP(swapped, config, drafter, group_of(model))
 
 
 def _arguments(input_ids: Tensor, positions: Tensor, step: StepState) -> dict[str, Any]:
@@ -270,9 +308,11 @@ def _check_plain(model: nn.Module) -> None:
     if len(devices) > 1 or torch.device("meta") in devices:
         raise UnsupportedConfigError(f"the model is spread over {sorted(map(str, devices))}; load it to one device")
     for name, module in model.named_modules():
-        if "forward" in vars(module):
-            raise UnsupportedConfigError(f"{name or 'the model'} has hooks around its forward; load without device_map")
-        if ".self_attn" in name and hasattr(module, "weight_scale_inv"):
+        is_attention = ".self_attn" in name
+        if "forward" in vars(module) and (is_attention or not is_sharding_hook(module)):
+            cure = "leave attention out of the plan" if is_sharding_hook(module) else "load without device_map"
+            raise UnsupportedConfigError(f"{name or 'the model'} has hooks around its forward; {cure}")
+        if is_attention and hasattr(module, "weight_scale_inv"):
             raise UnsupportedConfigError(f"{name} is quantised; load with dequantize=True in the quantization_config")
 
 
@@ -286,6 +326,10 @@ def _copy_module(module: Module) -> Module:
 def _swap_layer(layer: nn.Module, config: DeepseekV4Config, shared: SharedBuffers) -> nn.Module:
     swapped = _copy_module(layer)
     theirs: Theirs = layer.self_attn
+    for name, parameter in list(theirs.named_parameters()):
+        if (plain := whole(parameter, f"self_attn.{name}")) is not parameter:
+            owner, _, attribute = name.rpartition(".")
+            setattr(theirs.get_submodule(owner), attribute, plain)
     with torch.device("meta"):
         attention = DeepseekV4Attention(config, theirs.layer_idx, shared)
     _share_attention(attention, theirs)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,14 @@ from .block_allocator import BlockAllocator
 from .bound_caches import BoundCaches
 from .drafting import DraftCounts, Drafter, Drafting, Verified, check_output
 from .limits import RunnerLimits
+from .lockstep import Lockstep
 from .requests import Request, check_request
 from .sampling import NO_DRAFTS, Choice, Drafts, Sampling, choose
 from .scheduler import Chunk, Scheduler
 from .step_inputs import FreshInputs, InputMaker, ModelInputs, PersistentInputs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Model = Callable[[Tensor, Tensor, StepState], Tensor | tuple[Tensor, Tensor]]
 
@@ -76,6 +81,8 @@ class ModelRunner(ABC):
             given caches too.
         num_draft_tokens: tokens it drafts for each request in a step, 1 or 2; the model verifies them in the next step.
             Answers are those without a drafter, in fewer steps. 0 without a drafter.
+        group: the ranks that the model is spread over, each with a runner of its own that is given the same requests in
+            the same order; None: the `process_group` of `attention` or of the model, if it has one. See `lockstep.py`.
 
     Raises:
         UnsupportedConfigError: no such format.
@@ -99,6 +106,7 @@ class ModelRunner(ABC):
         index_cache_dtype: str | torch.dtype | None = None,
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.model = model
         config = config.with_cache_dtypes(kv_cache_dtype, index_cache_dtype)
@@ -119,6 +127,8 @@ class ModelRunner(ABC):
         self._builder = BatchBuilder(config, self.blocks, max_num_reqs)
         self._inputs = self._make_inputs(self._caches.device)
         self._drafting = Drafting(drafter, self.limits, self._builder, self._inputs) if drafter is not None else None
+        holder = model if attention is None else attention
+        self._ranks = Lockstep(getattr(holder, "process_group", None) if group is None else group, self._caches.device)
         self._active: dict[int, Request] = {}
         self._ids = count()
 
@@ -180,18 +190,20 @@ class ModelRunner(ABC):
         """Run one batch: decodes first, then prefills; an idle runner does nothing.
 
         Raises:
-            RunnerError: another runner has bound its caches to the model, or the logits have the wrong shape.
+            RunnerError: another runner has bound its caches to the model, the logits have the wrong shape, or another
+                rank is about to run another step.
             Exception: what the model raises; the requests are as before the call.
         """
         self._caches.check()
         chunks = self._scheduler.schedule()
+        self._ranks.check(chunks)
         if not chunks:
             return StepResult(scheduled=(), new_tokens={}, finished={})
         num_rows = [self._scheduler.num_rows(chunk) for chunk in chunks]
         logits, streams = self._run(chunks, num_rows)
-        verified = _verify(chunks, num_rows, logits)
+        verified = self._ranks.agreed_tokens(_verify(chunks, num_rows, logits))
         drafts = self._drafting.draft(verified, num_rows, streams) if self._drafting and streams is not None else {}
-        return self._commit(verified, drafts)
+        return self._commit(verified, self._ranks.agreed_drafts(drafts))
 
     @torch.no_grad()
     def run_padding(self, num_tokens: int) -> None:

@@ -73,6 +73,7 @@ def test_importing_it_imports_no_dynamo_and_leaves_nothing_behind(path: str, tmp
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_doctor_says_that_it_is_not_installed(path: str, tmp_path: Path) -> None:
     code = "import sys; from dsv4_compile.inspect.cli import main; sys.exit(main(['doctor']))"
     result = python(code, path, tmp_path)

@@ -210,6 +210,7 @@ def in_phases(rank: int) -> list[float]:
     return seen
 
 
+@pytest.mark.exhaustive
 def test_ranks_may_be_in_different_phases():
     expected = [2.0 * (2 * number + 1) + 1 for number in range(12)]
     assert values_of(in_processes(in_phases)) == [expected, expected]

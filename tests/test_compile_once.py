@@ -58,6 +58,7 @@ def test_layers_of_one_kind_are_compiled_once() -> None:
     assert compiled_graphs(Layers(2)) == compiled_graphs(Layers(9)) == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [{"constant": 4}, {"axis": 0}, {"bias": False}])
 def test_nearly_equal_layers_are_not_shared(change: dict[str, Any]) -> None:
     # the fifth differs, and its piece begins with the end of the fourth

@@ -143,6 +143,7 @@ def with_data(x, w):
     return y[x[:, 0].nonzero().flatten()].sum(0) + y
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [gemm, reshaped, made_of_sizes, with_data])
 @pytest.mark.parametrize("options", [{}, {"region": "minimal"}, {"engine": "off"}, {"check": "full"}], ids=str)
 def test_an_unbacked_input_size_is_a_size_like_any_other(function, options):

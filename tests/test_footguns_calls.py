@@ -40,6 +40,7 @@ def view_from_a_checkpoint(x: Tensor) -> tuple[Tensor, Tensor]:
     return view, g
 
 
+@pytest.mark.sampled(3)
 @plans
 @pytest.mark.parametrize("fn", [view_of_a_written_argument, view_from_a_checkpoint], ids=lambda fn: fn.__name__)
 def test_an_input_at_another_offset(fn: Callable[..., Any], plan: Plan) -> None:

@@ -59,6 +59,7 @@ def copies(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return model, eager
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 @everywhere
 def test_a_model_computes_what_it_does_in_eager(setup: Setup, compiler: str) -> None:
@@ -113,6 +114,7 @@ def test_without_the_cut_inductor_does_compute_it_again(monkeypatch: pytest.Monk
         assert not torch.allclose(compiled(x, cache), expected)
 
 
+@pytest.mark.sampled(2)
 @every_compiler
 def test_the_host_code_of_an_op_inside_a_piece_is_frozen_by_a_capture(compiler: str) -> None:
     """As on CUDA; an engine that ran the whole compiled piece again would hide it."""
@@ -150,6 +152,7 @@ def test_values_cross_with_the_strides_of_the_plan(compiler: str, engine: str) -
         torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.sampled(5)
 @every_compiler
 @pytest.mark.parametrize("engine", ["off", "host"])
 @pytest.mark.parametrize("split", [(), ("toy::transposed", "toy::widened")])
@@ -263,6 +266,7 @@ def test_random_numbers_are_those_of_eager(compiler: str) -> None:
         assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.sampled(4)
 @every_compiler
 @pytest.mark.parametrize("ambient", [True, False])
 def test_autocast_around_the_call_and_inside_of_it(compiler: str, ambient: bool) -> None:

@@ -322,7 +322,7 @@ class Cached(nn.Module):
         return toy.fresh(k) + h
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @every_compiler
 @pytest.mark.parametrize("widths", [(4, 4), (4, 6)], ids=str)
 def test_instances_of_one_class_keep_their_buffers(compiler: str, widths: tuple[int, int]) -> None:
@@ -383,6 +383,7 @@ def test_an_op_between_compiled_parts_that_fails(compiler: str, call: int, monke
             assert_same(actual, model(x), tolerant=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(TORCH < (2, 13), reason="Dynamo of torch 2.11 crashes where several threads trace at once")
 @every_compiler
 def test_threads_that_compile_capture_and_replay_at_once(compiler: str) -> None:

@@ -26,7 +26,7 @@ SETTINGS = st.builds(
     ),
 )
 SUITE = settings(
-    max_examples=18, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 # Inductor takes seconds for a program: while it shrank one, the test would be ended, and nothing be shown
 UNSHRUNK = (Phase.explicit, Phase.generate)
@@ -51,14 +51,14 @@ def test_a_program_means_the_same_under_every_plan(program: Program, setting: Se
     check_compiled(program, setting, piece_compiler)
 
 
-@settings(SUITE, max_examples=5)
+@settings(SUITE, max_examples=3)
 @given(program=programs(), setting=SETTINGS)
 def test_a_program_means_the_same_in_graphs_of_aotautograd(program: Program, setting: Setting) -> None:
     check_compiled(program, setting, "aot_eager")
 
 
 @pytest.mark.inductor
-@settings(SUITE, max_examples=4, phases=UNSHRUNK)
+@settings(SUITE, max_examples=3, phases=UNSHRUNK)
 @given(program=programs(statements=5), setting=SETTINGS)
 def test_a_program_means_the_same_in_kernels_of_inductor(program: Program, setting: Setting) -> None:
     check_compiled(program, setting, "inductor")

@@ -38,6 +38,7 @@ def branching(x: Tensor) -> Tensor:
     return toy.fresh(h + 1) if (h > 1.9).any() else toy.fresh(h * 3).sin()
 
 
+@pytest.mark.sampled(4)
 @everywhere
 @pytest.mark.parametrize("function", [times_its_sum, masked_rows, branching], ids=lambda f: f.__name__)
 def test_b38_host_sync_breaks_the_graph(setup: Setup, function) -> None:
@@ -233,6 +234,7 @@ def test_b60_work_forked_and_joined_inside_an_op(setup: Setup, monkeypatch: pyte
     stream.work.put(None)
 
 
+@pytest.mark.sampled(2)
 @everywhere
 @pytest.mark.parametrize("sizes", [((8,), (16,)), ((8, 16), (8, 16)), ((8, 16), (16, 8), (32, 8))], ids=str)
 def test_b60_threads_at_first_use(setup: Setup, sizes: tuple[tuple[int, ...], ...]) -> None:

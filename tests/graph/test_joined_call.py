@@ -119,12 +119,14 @@ FUNCTIONS = (
 SPLIT_OPS = (*SPLIT, "parts::list_of_thirds")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [HOST, OFF, MINIMAL, COMPILED], ids=["host", "off", "minimal", "compiled"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_parts_of_one_buffer(function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
     assert_alike(function, lambda call: (torch.randn(8, 4),), split_ops=SPLIT_OPS, **settings)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [captured_thirds, overlapping_parts, op_of_torch])
 def test_of_many_sizes(function: Callable[..., Any]) -> None:
     compiled = torch.compile(function, backend="dsv4_piecewise", dynamic=True, options={"split_ops": SPLIT_OPS})

@@ -96,6 +96,7 @@ def test_all_logits_equal_those_of_transformers(hf_model: DeepseekV4ForCausalLM,
     torch.testing.assert_close(calls[0], expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("buckets", [None, (4, 64)])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_the_greedy_tokens_are_those_of_transformers(
@@ -277,7 +278,7 @@ def test_weights_of_two_dtypes_cannot_be_fused() -> None:
 # compilation
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # transformers' own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("runner_type", RUNNERS)
@@ -298,7 +299,7 @@ def test_a_checkpoint_is_served_with_the_default_experts(
     assert counters.replays > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_the_swapped_model_is_one_graph(runner_type: type[ModelRunner], experts: str) -> None:

@@ -255,6 +255,7 @@ def test_every_draft_is_what_the_formula_says(
         torch.testing.assert_close(row, by_the_formula(original, ids, guess)[0][-1], rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_answers_are_those_of_transformers(original: WithMTP, swapped: SwappedModelWithMTP, count: int) -> None:
     prompts = make_prompts(3, 150, 1, 64, 129)

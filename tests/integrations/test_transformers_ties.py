@@ -45,7 +45,7 @@ def lower_ids_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield ties
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_one_layer_with_few_indexer_heads(monkeypatch: pytest.MonkeyPatch, heads: int, seed: int) -> None:
@@ -59,7 +59,7 @@ def test_one_layer_with_few_indexer_heads(monkeypatch: pytest.MonkeyPatch, heads
         torch.testing.assert_close(our_layer(swapped, hidden, chunk), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_the_greedy_tokens_with_few_indexer_heads(

@@ -86,6 +86,7 @@ def test_mixed_steps_over_shuffled_blocks(ratio, seed):
         torch.testing.assert_close(out.double(), expected(ratio, request), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @RATIOS
 def test_token_by_token(ratio):
     layer, inputs = layer_and_inputs(ratio)

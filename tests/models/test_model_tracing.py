@@ -81,6 +81,7 @@ def test_one_token_is_a_second_graph_and_right(traced):
     assert not [node for node in traced.graphs[1].graph.nodes if node.type is torch.SymInt]
 
 
+@pytest.mark.exhaustive
 def test_starting_with_one_token_is_right_too(traced):
     for span in [(0, 0, 1), (0, 1, 5), (0, 6, 1), (0, 7, 2)]:
         traced.check([span])

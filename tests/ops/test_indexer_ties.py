@@ -78,6 +78,7 @@ def is_tied(scores: Tensor, topk: int = TOPK) -> bool:
     return len(scores) > topk and ranked[topk - 1].item() == ranked[topk].item()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -144,7 +145,7 @@ def selected_in(requests: Requests, steps: Sequence[tuple[list[tuple[int, int, i
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_a_row_does_not_depend_on_the_step_it_is_in(heads: int, seed: int) -> None:

@@ -31,7 +31,7 @@ def test_there_is_a_sample_of_every_op():
     assert {f"dsv4::{name}" for name in op_samples.VARIANTS} == {n for n in snapshot() if n.startswith("dsv4::")}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "variant"), op_samples.ALL)
 def test_opcheck(name, variant, dtype):

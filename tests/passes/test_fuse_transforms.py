@@ -110,13 +110,14 @@ def calls(program) -> list[tuple[Tensor]]:
     return [(torch.randn(n, width),) for n in (5, 5, 5, 6, 6, 5)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_results(program, options):
     check_calls(program, calls(program), split_ops=SPLIT, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.inductor
 @pytest.mark.parametrize("program", [several_results, writes, gathers, around_split_ops])
 def test_pieces_around_are_compiled(program):

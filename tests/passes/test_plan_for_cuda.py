@@ -67,7 +67,7 @@ def test_the_device_is_that_of_the_inputs() -> None:
     assert set(reasons(plan).values()) == {"split op"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_attention_is_planned_as_on_a_cpu(ratio: int) -> None:
     plans = []

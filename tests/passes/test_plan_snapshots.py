@@ -390,6 +390,7 @@ def test_workspace_of_a_layer() -> None:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ratio", PROJECTIONS)
 @pytest.mark.parametrize("policy", ["narrow", "minimal"])
 def test_every_projection_is_captured(ratio: int, policy: str) -> None:
@@ -398,6 +399,7 @@ def test_every_projection_is_captured(ratio: int, policy: str) -> None:
     assert len(captured) == PROJECTIONS[ratio]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ratio", PROJECTIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_region_between_two_pieces(ratio: int, policy: str) -> None:

@@ -161,6 +161,7 @@ def test_what_changes_nothing_is_captured(function: Function, options: dict[str,
             agree(function, compiled, model)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", [{}, {"runner": "mrv1", "region": "minimal"}, {"engine": "off"}], ids=str)
 @pytest.mark.parametrize("function", OTHER, ids=lambda function: function.__name__)
 def test_other_memory_runs_the_traced_graph(

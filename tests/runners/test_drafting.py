@@ -51,7 +51,7 @@ def serve(runner: ModelRunner) -> tuple[list[list[int]], int]:
     return [answers[request] for request in ids], starts - len(ids)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("runner_type", RUNNERS)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def check_misses(
     return brought
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_hits_save_steps_and_misses_cost_none(
     plain: WithStreams, known: Callable[[int], list[int]], count: int
@@ -141,7 +142,7 @@ def test_hits_save_steps_and_misses_cost_none(
     assert check_misses(plain, known(9), 9, 24, count, lambda place: True) == [1] * 24
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("length", [6, 7, 8])
 @pytest.mark.parametrize("phase", range(4))
@@ -153,7 +154,7 @@ def test_a_rejection_at_each_phase_of_a_block_of_4(
     assert count + 1 in brought or phase % 4  # all of them hit
 
 
-@pytest.mark.sampled(51)
+@pytest.mark.sampled(101)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("phase", range(128))
 def test_a_rejection_at_each_phase_of_a_block_of_128(
@@ -163,7 +164,7 @@ def test_a_rejection_at_each_phase_of_a_block_of_128(
     check_misses(plain, known(110), 110, 150, count, lambda place: place % 128 == phase)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("seed", range(20))
 def test_rejections_at_random(plain: WithStreams, known: Callable[[int], list[int]], seed: int) -> None:
     rng = random.Random(seed)
@@ -254,6 +255,7 @@ def test_stop_tokens_end_an_answer_in_the_middle_of_its_drafts(
         assert_all_blocks_free(runner)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("broken", ["model", "drafter"])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_a_step_that_fails_is_repeated(

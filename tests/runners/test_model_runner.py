@@ -251,6 +251,7 @@ class PeakMemory(TorchDispatchMode):
         return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_peak_memory_does_not_grow_with_finished_requests(
     stack: AttentionStack, runner_type: type[ModelRunner]

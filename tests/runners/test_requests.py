@@ -76,7 +76,7 @@ def test_a_request_that_no_pool_could_hold_is_refused(stack: AttentionStack) -> 
     assert finish(runner).keys() == {good, 2}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("runner_type", "num_blocks", "lengths"),
     [

@@ -77,7 +77,7 @@ def chi_square(seen: Counter[tuple[int, ...]], temperature: float) -> tuple[floa
     return sum((got - want) ** 2 / want for want, got in cells), bound
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("count", [2, 1])
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -176,6 +176,7 @@ def answers_of(runner: ModelRunner, order: Sequence[int], seed: int = 0) -> list
     return [answers[ids[index]] for index in sorted(ids)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_an_answer_depends_on_its_seed_and_not_on_what_else_runs(

@@ -44,7 +44,7 @@ def test_random_traffic_equals_eager(setup: str) -> None:
     served.compare_caches()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setup", ["v1 wide", "v1 minimal", "v2 narrow"])
 def test_long_contexts_after_captures_with_short_ones(setup: str) -> None:
     """Every bucket is captured while nothing is above the limit of the top-k, then replayed far above it."""
@@ -78,6 +78,7 @@ def test_unpadded_steps_are_captured_by_their_own_sizes() -> None:
     assert {25, 3} <= set(captured_sizes())
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_stack() -> None:
     served = Served("v2 narrow", torch.bfloat16)
     traffic = Traffic(served, seed=2)
@@ -164,6 +165,7 @@ def test_step_state_that_moves_is_noticed_and_captured_again() -> None:
     assert captured_sizes().count(2) == ADDRESS_SETS  # and no more, ever
 
 
+@pytest.mark.exhaustive
 def test_one_buffer_of_the_step_state_that_moves_is_enough() -> None:
     served = Served("v2 narrow")
     served.add_request(make_prompts(9)[0], 40)

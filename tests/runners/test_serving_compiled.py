@@ -14,7 +14,7 @@ from dsv4_compile import counters
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.inductor)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("streams", [0, 3])
 @pytest.mark.parametrize("setup", ["v1 wide", "v1 minimal", "v2 narrow"])
 @pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])

@@ -19,7 +19,7 @@ def serve(setup: str, formats: tuple[str, str], **options: Any) -> Served:
     return Served(setup, kv_cache_dtype=formats[0], index_cache_dtype=formats[1], **options)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_random_traffic_equals_eager(setup: str, formats: tuple[str, str]) -> None:

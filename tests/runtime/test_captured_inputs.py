@@ -111,6 +111,7 @@ def test_input_written_by_an_eager_op_and_read_by_a_piece() -> None:
         pair(rows(5), rows(5))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "write",
     [

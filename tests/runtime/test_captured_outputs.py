@@ -90,6 +90,7 @@ ALIASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", ALIASES, ids=lambda f: f.__name__)
 def test_outputs_share_memory_as_in_eager(function: Callable[[Tensor], Any]) -> None:
     pair = Pair(function, HOST)

@@ -117,7 +117,7 @@ def check_phase(
         assert dsv4_compile.counters.uncaptured_calls - uncaptured <= 1, interrupts.places[-1]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("events", EVENTS)
 @pytest.mark.parametrize("options", [{}, UNUSUAL], ids=["defaults", "unusual"])
 @pytest.mark.parametrize("phase", PHASES)
@@ -153,6 +153,7 @@ def test_call_after_one_interrupted_at_many_places_is_right(
     check_phase(Trial(**options), phase, events, KeyboardInterrupt, lambda places: drawn(places, most, seed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_error_that_a_signal_handler_raises(phase: str) -> None:
     """Careless code takes it for a refusal of torch's: `except RuntimeError`."""
@@ -207,6 +208,7 @@ def test_what_surrounds_a_call_is_as_before(around: str, branches: Any) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["host", "off"])
 def test_capture_ahead_of_serving_is_interrupted(engine: str) -> None:
     """The caches are put back, and later calls do not go on putting theirs back."""

@@ -163,7 +163,7 @@ def test_modules_keep_their_captures() -> None:
             y = self.group(self.norm(self.conv(x)).relu())
             rows = functional.interpolate(y, scale_factor=2).flatten(2).transpose(1, 2)
             found = self.attention(rows, rows, rows, need_weights=False)[0]
-            # Dynamo of torch 2.11 does not take the fast way that eager takes, and gets another layout, with any backend
+            # Dynamo of torch 2.11 leaves the fast way that eager takes, and gets another layout, with any backend
             return fresh(found.contiguous()) + 1
 
     model = Model().eval().requires_grad_(False)

@@ -82,6 +82,7 @@ def agree(compiled: Any, function: Callable[..., Tensor], n: int = 5, times: int
             assert torch.equal(compiled(x), function(x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("key", ["CPU", "CompositeExplicitAutograd"])
 @pytest.mark.parametrize("name", [body.__name__ for body in BODIES])
 def test_the_second_call_makes_it_eager_and_goes_on(name: str, key: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,7 +84,7 @@ POOL = """
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [MUTUAL, POOL], ids=["mutual calls", "worker thread"])
 def test_threads_that_wait_for_each_other_do_not_hang(script: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]

@@ -96,6 +96,7 @@ def test_inputs_that_come_to_overlap_give_what_eager_gives(fn: Callable[..., Any
         call_like_eager(compiled, fn, make)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS, ids=" ".join)
 @pytest.mark.parametrize("fn", [moved_read, two_writes])
 def test_inputs_that_overlap_in_the_first_call_and_not_later(
@@ -292,6 +293,7 @@ def writes_its_input(x: Tensor) -> tuple[Tensor, Tensor]:
     return toy.fresh(x), x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["host", "off"])
 @pytest.mark.parametrize(
     ("call", "fn"),

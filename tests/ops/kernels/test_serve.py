@@ -101,6 +101,7 @@ REGISTERED = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("choice", "expected"), [("auto", "[True, True]"), ("torch", "[False, True]")])
 def test_the_variable_chooses(choice, expected):
     result = python(REGISTERED, DSV4_OPS=choice)

@@ -124,6 +124,7 @@ def test_warm_ups_and_captures_inside_of_a_warm_up_do_not_wait_for_it() -> None:
 # threads
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2], ids=["a thread for each model", "two threads for each model"])
 def test_threads_capture_and_replay_models_of_several_streams(threads: int) -> None:
     """A full check takes what another thread writes to the cache meanwhile for a mistake of the replay."""

@@ -87,7 +87,7 @@ def places(events: Events, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 FEWEST = {"warm-up": 30, "capture": 90, "replay": 4, "recapture": 90}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [PARTED, {**UNUSUAL, **PARTED}], ids=["defaults", "unusual"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_call_after_a_failed_one_is_right(

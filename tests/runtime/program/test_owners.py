@@ -81,7 +81,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "make"), PLACES)
 def test_programs_go_with_the_weights_wherever_these_are_kept(
     function: Callable[..., Any], make: Callable[[], Any]

@@ -243,7 +243,7 @@ def test_one_that_fails_says_which_it_is_and_where(group, options, monkeypatch):
             message = str(raised(lambda: compiled(torch.arange(4.0)))).partition("\n\n")[0]
         assert re.fullmatch(
             r"_c10d_functional::all_reduce.default of group \S+ failed on rank 0 of 1 "
-            r"\(\S+test_collectives.py:\d+ in all_reduce: return fc.all_reduce\(.*\)\): "
+            r"\(\S+test_collectives.py:\d+ in all_reduce: return fc.all_reduce\(.*\) \+ 1\): "
             r"RuntimeError: Connection closed by peer \[127.0.0.1\]:4. Another rank has failed, has ended, or calls "
             r"other collectives than this one: look at what the others say first. A rank waits for the others as long "
             r"as its process group does \(init_process_group\(timeout=...\), 120 s here\)",

@@ -34,7 +34,7 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--places", type=int, default=150, help="at how many places the exhaustive test interrupts a call")
+    parser.addoption("--places", type=int, default=100, help="at how many places the exhaustive test interrupts a call")
     parser.addoption("--programs", type=int, default=150, help="how many programs the long property test draws")
     parser.addoption(
         "--piece-compiler",

@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, pool: HostPool, name: str, meta_cache: MetaCache, stream_seed: int | None = None) -> None:
         super().__init__()
         self.launches: list[AnyLaunch] = []
+        self._pending: list[AnyLaunch] = []  # of the op that is being recorded
         self.streams = HostStreams(stream_seed)
         self._pool = pool
         self._name = name
@@ -114,6 +115,7 @@ class Recorder(TorchDispatchMode):
     def abandon(self) -> None:
         """Give the memory back: an exception that is on its way keeps this object alive."""
         self.launches.clear()
+        self._pending.clear()
         self.streams.clear()
         self._blocks.clear()
 
@@ -145,11 +147,15 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, kind: OpKind, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         try:
-            return self._recorded(kind, func, args, kwargs)
+            results = self._recorded(kind, func, args, kwargs)
         except CaptureError:
             raise
         except Exception as error:  # a layout that no launch has; or a call that is wrong, and raises once it runs
             self._refuse(func.name(), f"cannot be recorded ({' '.join(str(error).split())[:200]}),")
+        for launch in self._pending:  # what fails from here on is no fault of the call
+            self._add(launch)
+        self._pending.clear()
+        return results
 
     def _recorded(self, kind: OpKind, func: OpOverload, args: OpArgs, kwargs: OpKwargs) -> Tree:
         if kind is OpKind.METADATA_IN_PLACE:
@@ -174,7 +180,7 @@ class Recorder(TorchDispatchMode):
             fresh = map(is_meta_tensor, leaves_of(inferred))
             returns = [self._operand(r) if made else None for r, made in zip(leaves_of(results), fresh, strict=True)]
             args, kwargs = map_leaves(self._operand, Tensor, (args, kwargs))
-            self._add(Launch(func, args, kwargs, tuple(returns)))
+            self._pending.append(Launch(func, args, kwargs, tuple(returns)))
         return results
 
     def _allocate_like(self, tensor: Tensor) -> Tensor:
@@ -186,7 +192,7 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: OpOverload, made: Tensor, value: Tree) -> Tensor:
         target = self._operand(made)
-        self._add(Launch(func, (target, value), {}, (target,)))
+        self._pending.append(Launch(func, (target, value), {}, (target,)))
         return made
 
     def _add(self, launch: AnyLaunch) -> None:

@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.inspect.arguments import OneLineParser
-from dsv4_compile.ops.kernels.launch import Argument, KernelLaunch
+from dsv4_compile.ops.cache_formats import PLAIN
+from dsv4_compile.ops.kernels.launch import Argument, Constant, KernelLaunch
 from dsv4_compile.ops.kernels.serve import NO_TRITON
 from dsv4_compile.ops.kernels.table import SHARED_MEMORY
 
@@ -41,6 +42,9 @@ TYPES = {  # as Triton names them
 }
 HOT = ("attend", "score_blocks")  # kernels that must use tensor cores
 TENSOR_CORE = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma_")
+SHAPE = ("BLOCK_H", "BLOCK_N")
+LEGEND = """Of each kernel: registers of a thread / bytes of them that spill / bytes of shared memory; then heads (h) and keys
+(n) of a program, its warps (w) and stages (s), and its tensor-core instruction."""
 BEGIN = "<!-- begin: written by python -m benchmarks.kernel_builds, not by hand -->"
 
 
@@ -49,6 +53,12 @@ class Build:
     """What came out of compiling a launch.
 
     Attributes:
+        kernel: its name.
+        architecture: for which it was compiled.
+        call: which launches it.
+        constants: of the launch.
+        warps: of a program.
+        stages: of the software pipeline.
         registers: of a thread.
         spilled: bytes of a thread's registers that had no place.
         shared: bytes of shared memory of a program.
@@ -58,7 +68,8 @@ class Build:
 
     kernel: str
     architecture: str
-    constants: str
+    call: str
+    constants: Mapping[str, Constant]
     warps: int
     stages: int
     registers: int
@@ -79,12 +90,8 @@ def launches_of(case: Case, architecture: str) -> list[KernelLaunch]:
 
 def key_of(launch: KernelLaunch) -> tuple[object, ...]:
     """Equal for launches that are compiled to the same code."""
-    return launch.kernel.__name__, describe(launch), launch.warps, launch.stages, tuple(signature(launch).items())
-
-
-def describe(launch: KernelLaunch) -> str:
-    """The constants of a launch, as text."""
-    return " ".join(f"{name}={value}" for name, value in launch.constants.items())
+    constants = tuple(launch.constants.items())
+    return launch.kernel.__name__, constants, launch.warps, launch.stages, tuple(signature(launch).items())
 
 
 def signature(launch: KernelLaunch) -> dict[str, str]:
@@ -109,8 +116,8 @@ def _divisible(launch: KernelLaunch) -> dict[tuple[int], list[list[object]]]:
     return found
 
 
-def build(launch: KernelLaunch, architecture: str) -> Build:
-    """Compile a launch for an architecture."""
+def build(launch: KernelLaunch, architecture: str, call: str) -> Build:
+    """Compile a launch of a call for an architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -128,7 +135,8 @@ def build(launch: KernelLaunch, architecture: str) -> Build:
     return Build(
         kernel=launch.kernel.__name__,
         architecture=architecture,
-        constants=describe(launch),
+        call=call,
+        constants=launch.constants,
         warps=launch.warps,
         stages=launch.stages,
         registers=registers,
@@ -155,13 +163,20 @@ def _hip_usage(text: str) -> tuple[int, int]:
 
 def build_all(cases: Iterable[Case], architectures: Sequence[str] = ARCHITECTURES) -> Iterator[Build]:
     """Compile what the cases launch, each specialisation once."""
+    cases = tuple(cases)
     for architecture in architectures:
         seen = set()
         for case in cases:
             for launch in launches_of(case, architecture):
                 if (key := key_of(launch)) not in seen:
                     seen.add(key)
-                    yield build(launch, architecture)
+                    yield build(launch, architecture, label(case))
+
+
+def label(case: Case) -> str:
+    """What a call is, as text."""
+    parts = (case.op, case.variant, case.cache_format, case.model, f"{case.heads} heads", f"T = {case.tokens}")
+    return ", ".join(part for part in parts if part != PLAIN)
 
 
 def why_bad(build: Build) -> str | None:
@@ -177,22 +192,31 @@ def why_bad(build: Build) -> str | None:
 
 
 def table_of(builds: Iterable[Build]) -> Table:
-    """A row for each build."""
-    columns = ("kernel", "for", "constants", "warps", "stages", "registers", "spilled", "shared", "tensor core")
-    rows = []
+    """A row for each kernel of each call, a column for each architecture; see `LEGEND`."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    architectures: dict[str, None] = {}
     for one in builds:
-        spilled = f"{one.spilled}: {one.spills}" if one.spilled else "0"
-        numbers = map(str, (one.warps, one.stages, one.registers, spilled, one.shared))
-        rows.append((one.kernel, one.architecture, one.constants, *numbers, ", ".join(one.tensor_core) or "-"))
-    return Table(columns, tuple(rows))
+        architectures[one.architecture] = None
+        shape = " ".join(f"{name[6:].lower()}{value}" for name, value in one.constants.items() if name in SHAPE)
+        numbers = f"{one.registers} / {one.spilled} / {one.shared}"
+        text = " ".join(filter(None, (f"{numbers};", shape, f"w{one.warps} s{one.stages}", *one.tensor_core)))
+        rows.setdefault((one.kernel, one.call), {})[one.architecture] = text
+    columns = ("kernel", "first called for", *architectures)
+    return Table(
+        columns, tuple((*key, *(cells.get(name, "-") for name in architectures)) for key, cells in rows.items())
+    )
 
 
 def page_of(builds: Sequence[Build]) -> str:
     """What the page says of them."""
     import triton
 
-    count = len({(one.kernel, one.constants) for one in builds})
-    return f"Triton {triton.__version__}, {count} specialisations.\n\n{table_of(builds)}"
+    spills = {
+        f"{one.kernel} on {one.architecture} spills, which the table allows: {one.spills}."
+        for one in builds
+        if one.spilled
+    }
+    return "\n\n".join([f"Triton {triton.__version__}. {LEGEND}", *sorted(spills), str(table_of(builds))])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache_formats import PLAIN, why_not_queries
+from ..cache_formats import FP8, PLAIN, why_not_queries
 from ._device import rotate
 from ._packing import MXFP4_GROUP, MXFP4_SCALES, quantise_e2m1, quantise_e4m3, scale_value
 from .checks import (
@@ -52,7 +53,7 @@ def rotate_queries(
         tl.store(q_out + cells, rows.to(q_out.dtype.element_ty), mask=is_head[:, None])
     elif FORMAT == "fp8":
         codes, exponent = quantise_e4m3(rows)
-        tl.store(q_out.to(tl.pointer_type(tl.uint8)) + cells, codes.to(tl.uint8), mask=is_head[:, None])
+        tl.store(q_out + cells, codes.to(tl.uint8), mask=is_head[:, None])
         weight *= scale_value(exponent)
     else:
         GROUPS: tl.constexpr = WIDTH // MXFP4_GROUP
@@ -107,6 +108,8 @@ class IndexerQRopeCall:
     def launches(self, architecture: str | None = None) -> Iterator[KernelLaunch]:
         """What is launched, the same for every architecture."""
         tokens, heads, width = self.index_q.shape
+        # as bytes: not every architecture has the type of their codes
+        q_out = self.q_out.view(torch.uint8) if self.index_cache_dtype == FP8 else self.q_out
         yield KernelLaunch(
             kernel=rotate_queries,
             grid=(tokens,),
@@ -116,9 +119,9 @@ class IndexerQRopeCall:
                 self.positions,
                 self.cos_sin,
                 self.scale,
-                self.q_out,
+                q_out,
                 self.weights_out,
-                self.q_out if self.q_scale_out is None else self.q_scale_out,
+                q_out if self.q_scale_out is None else self.q_scale_out,
             ),
             constants={
                 "HEADS": heads,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache_formats import INDEX_FORMATS, PLAIN, query_width, why_not_queries
+from ..cache_formats import FP8, INDEX_FORMATS, PLAIN, query_width, why_not_queries
 from ._packing import MXFP4_SCALES, load_e4m3, load_mxfp4
 from .checks import (
     first_reason,
@@ -241,7 +241,9 @@ class SparseIndexerCall:
         columns, rows = self.block_table.shape[1], self.k_cache.shape[1]
         architecture = architecture_for(self.index_q.device, architecture)
         tile = row_for(INDEXER, self.index_q.device, self.index_cache_dtype, heads, architecture)
-        queries = (self.index_q, self.index_q if self.index_q_scale is None else self.index_q_scale)
+        # as bytes: not every architecture has the type of their codes
+        index_q = self.index_q.view(torch.uint8) if self.index_cache_dtype == FP8 else self.index_q
+        queries = (index_q, index_q if self.index_q_scale is None else self.index_q_scale)
         scores, tokens_at_once = self._scores(columns * rows)
         step = (self.positions, self.token_to_req)
         selected = self.topk_indices.shape[1]

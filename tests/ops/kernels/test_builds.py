@@ -5,6 +5,8 @@ The default run compiles the sharpest cases for three architectures; the exhaust
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kernel_tools import needs_compiler
 
@@ -42,7 +44,8 @@ def test_every_build_may_ship(op, architecture):
 BUILD = Build(
     kernel="attend",
     architecture="sm_90",
-    constants="HEADS=64",
+    call="forward_mqa, C4A",
+    constants={"HEADS": 64, "BLOCK_H": 64, "BLOCK_N": 32},
     warps=8,
     stages=2,
     registers=255,
@@ -65,8 +68,6 @@ BUILD = Build(
     ],
 )
 def test_what_may_not_ship_has_a_reason(changes, reason):
-    from dataclasses import replace
-
     assert why_bad(replace(BUILD, **changes)) == reason
 
 
@@ -78,5 +79,7 @@ def test_a_launch_is_a_launch_of_the_call():
 
 
 def test_the_table_has_a_row_for_a_build():
-    (row,) = table_of([BUILD]).rows
-    assert row == ("attend", "sm_90", "HEADS=64", "8", "2", "255", "0", "1024", "wgmma.mma_async")
+    table = table_of([BUILD, replace(BUILD, architecture="sm_100", registers=254)])
+    assert table.columns == ("kernel", "first called for", "sm_90", "sm_100")
+    wanted = ["255 / 0 / 1024; h64 n32 w8 s2 wgmma.mma_async", "254 / 0 / 1024; h64 n32 w8 s2 wgmma.mma_async"]
+    assert table.rows == (("attend", "forward_mqa, C4A", *wanted),)

@@ -12,7 +12,7 @@ import torch
 
 from . import registry
 from .kernels import serve
-from .registry import RegisteredOp, Role
+from .registry import Capturable, RegisteredOp, Role
 
 _library = torch.library.Library("dsv4", "DEF")
 
@@ -24,6 +24,7 @@ def define_op(
     role: Role,
     step_state: Sequence[str] = (),
     tokens: str | None = None,
+    kernels_capturable: Capturable = "never",
 ) -> None:
     """Define an op that returns nothing, implement it for every device, and register its role.
 
@@ -35,6 +36,7 @@ def define_op(
         role: "split", "prepare" or "capture".
         step_state: arguments that are step state.
         tokens: the argument whose dim 0 is the token count.
+        kernels_capturable: of a split op, in which batches its kernels may be captured; in torch it never may.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -42,7 +44,14 @@ def define_op(
     serve.register(_library, name, implementation)
     torch.library.register_fake(f"dsv4::{name}", _fake, lib=_library)
     # not register_op: it imports the error catalogue, and with it Dynamo; tests check these names instead
-    registry._registered[f"dsv4::{name}"] = RegisteredOp(f"dsv4::{name}", role, tuple(step_state), tokens=tokens)
+    registry._registered[f"dsv4::{name}"] = RegisteredOp(
+        f"dsv4::{name}",
+        role,
+        tuple(step_state),
+        tokens=tokens,
+        capturable=serve.promise(kernels_capturable),
+        why_not_kept=serve.why_torch(name) if kernels_capturable != "never" else None,
+    )
 
 
 def _fake(*arguments: object) -> None:

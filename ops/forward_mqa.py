@@ -1,7 +1,7 @@
 """`dsv4::forward_mqa`: one-head attention over the sliding window and the compressed entries, with a sink per head.
 
-A split op: how many compressed entries there are is decided on the host. Recent tokens are seen twice, raw in the
-window and compressed. Keys are values. Rows that no valid index names may hold anything, NaN included.
+A split op: in torch, how many compressed entries there are is decided on the host. Recent tokens are seen twice, raw in
+the window and compressed. Keys are values. Rows that no valid index names may hold anything, NaN included.
 """
 
 from __future__ import annotations
@@ -120,4 +120,5 @@ define_op(
     role="split",
     step_state=("token_to_req", "swa_block_table", "block_table"),
     tokens="q",
+    kernels_capturable="decode",
 )

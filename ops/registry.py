@@ -10,14 +10,15 @@ from __future__ import annotations
 import difflib
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..compat.dispatch import all_op_names, schemas_of
 
 Role = Literal["split", "prepare", "capture"]
 Capturable = Literal["never", "decode", "always"]
+Promise: TypeAlias = "Capturable | tuple[tuple[str, Capturable], ...]"  # one for all, or one for each type of device
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class RegisteredOp:
         cost: how long a call takes beside the estimate for its results and activations: 2 is twice as long.
         capturable: in which batches a split op launches the same, whatever values on the host are; one answer, or one
             for each type of device.
+        why_not_kept: asked with the arguments of a call, tensors as fakes: why that call does not keep the promise. An
+            op of this package knows which calls its kernels serve. None: every call keeps it.
     """
 
     name: str
@@ -42,7 +45,8 @@ class RegisteredOp:
     reads_context: bool = False
     tokens: str | None = None
     cost: float = 1.0
-    capturable: Capturable | tuple[tuple[str, Capturable], ...] = "never"
+    capturable: Promise = "never"
+    why_not_kept: Callable[..., str | None] | None = field(default=None, compare=False, repr=False)
 
     def capturable_on(self, device_type: str) -> Capturable:
         """In which batches it may be captured on a type of device."""
@@ -147,7 +151,7 @@ def _names(name: str, step_state: object) -> tuple[str, ...]:
     return tuple(step_state)  # type: ignore[arg-type]
 
 
-def _capturable(name: str, given: object) -> Capturable | tuple[tuple[str, Capturable], ...]:
+def _capturable(name: str, given: object) -> Promise:
     words = get_args(Capturable)
     by_device: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
     told = [isinstance(device, str) and isinstance(one, str) and one in words for device, one in by_device.items()]

@@ -1,7 +1,7 @@
-"""`dsv4::sparse_indexer`: which compressed entries each token attends to. A split op: it decides on the host.
+"""`dsv4::sparse_indexer`: which compressed entries each token attends to. A split op: in torch it decides on the host.
 
 When every token of the step has at most K completed blocks, all are selected and nothing is scored. That choice
-depends on the lengths of this step alone, so it must never be recorded.
+depends on the lengths of this step alone, so it must never be recorded. Kernels make it on the device.
 
 Note "ties": a score is a sum of ReLUs, so with few heads many are exactly 0, and often more than K share the place at
 the boundary. The lower block id wins. `torch.topk` has no documented order: it picks others for another length of the
@@ -147,4 +147,11 @@ def _pack(chosen: Tensor, count: int) -> Tensor:
     return packed.scatter_(1, place, ids)[:, :count]
 
 
-define_op(SCHEMA, sparse_indexer, role="split", step_state=("token_to_req", "block_table"), tokens="index_q")
+define_op(
+    SCHEMA,
+    sparse_indexer,
+    role="split",
+    step_state=("token_to_req", "block_table"),
+    tokens="index_q",
+    kernels_capturable="decode",
+)

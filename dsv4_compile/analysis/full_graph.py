@@ -2,7 +2,9 @@
 
 A split op is eager since its launches depend on the lengths of a batch. One that is registered as capturable promises
 that in uniform decode they do not. With that promise for each of them, and no other node that has to be eager, nothing
-is left that cuts the step into pieces.
+is left that cuts the step into pieces. An op may know that some calls do not keep it (`RegisteredOp.why_not_kept`): it
+is asked with fakes of their arguments, as large as they were in the trace. A call in the body of a higher-order op is
+not asked, since its arguments are not known; its capture tells.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import fx
+from torch import Tensor, fx
 
 from ..compat.dispatch import OpOverload, op_name
+from ..compat.dynamo import fake_strided
 from ..graph.source_lines import where
-from ..graph.traced import Effects, TracedGraph
+from ..graph.traced import Effects, TensorMeta, TracedGraph
 from ..ops.registry import Capturable, find_op
 from .eager_reasons import graph_facts, has_role, ops_of, why_not_capturable, why_split
 from .effects import HOST_EFFECT
@@ -41,6 +44,30 @@ def promise_of(traced: TracedGraph, node: fx.Node) -> Capturable:
     if not isinstance(node.target, OpOverload) or not has_role(traced, op_name(node.target), "split"):
         return "never"
     return promised(traced, op_name(node.target), traced.device.type)
+
+
+def why_not_kept(traced: TracedGraph, node: fx.Node) -> str | None:
+    """Why a call of a split op does not keep what the op promises, if the op itself can tell."""
+    if promise_of(traced, node) == "never":
+        return None
+    registered = find_op(traced.ops, op_name(node.target))
+    if registered is None or registered.why_not_kept is None:
+        return None
+    metas = {arg: traced.effects[arg].result for arg in node.all_input_nodes}
+    if not all(isinstance(meta, TensorMeta) and _is_known(traced, meta) for meta in metas.values()):
+        return None
+    fakes = {arg: _fake(traced, meta) for arg, meta in metas.items() if isinstance(meta, TensorMeta)}
+    arguments, named = fx.node.map_arg((node.args, node.kwargs), fakes.__getitem__)
+    return registered.why_not_kept(*arguments, **named)
+
+
+def _is_known(traced: TracedGraph, meta: TensorMeta) -> bool:
+    return all(traced.knows(size) for size in (*meta.shape, *meta.stride))
+
+
+def _fake(traced: TracedGraph, meta: TensorMeta) -> Tensor:
+    shape, stride = ([traced.size_in_trace(size) for size in sizes] for sizes in (meta.shape, meta.stride))
+    return fake_strided(shape, stride, meta.dtype, meta.device)
 
 
 def whole_step(traced: TracedGraph) -> TracedGraph:
@@ -71,6 +98,9 @@ def why_not_whole(whole: TracedGraph) -> Iterator[str]:
         ops = ", ".join(op.removesuffix(".default") for op in never)
         yield f"not registered as capturable: {ops} (such as {where(next(iter(never.values())))})"
     first: dict[str, fx.Node] = {}
+    for node in splits:
+        if (reason := why_not_kept(whole, node)) is not None:
+            first.setdefault(reason, node)
     for node in whole.compute_nodes():
         reason = whole.refused.get(node) or why_not_capturable(whole, node, facts)
         if reason is not None:

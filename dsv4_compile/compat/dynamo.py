@@ -266,6 +266,14 @@ def fake_of(mode: FakeTensorMode, fake: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
+def fake_strided(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A fake tensor of a mode of its own, to be looked at."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What a fake tensor raises where an op would need its data."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

@@ -4,6 +4,9 @@ Kernels are registered under the key CUDA, which ROCm's tensors have too; the op
 CompositeExplicitAutograd and serves every other device. `DSV4_OPS=torch`, read once when the package is imported,
 registers no kernel, so that both can be compared. A call that no kernel fits (another dtype, a width that is no power
 of two, no Triton) goes to the op in torch: counted in `counters.torch_op_calls`, and said once for each reason.
+
+What a split op promises of captures (`register_op(capturable=)`) its kernels promise, and the op in torch does not. So
+who plans asks of each call, with fakes of its arguments, which of them would serve it.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from torch import Tensor
 
 from ...counting import counters
 from ...log import log
+from ..registry import Capturable, Promise
 from .launch import KernelLaunch
 
 VARIABLE = "DSV4_OPS"
 CHOICES = ("auto", "torch")
+SAID = "dsv4::%s runs in plain torch on the GPU: %s"
 NO_TRITON = 'Triton is not installed (pip install "dsv4-compile[kernels]")'
 
 Value = Tensor | int | float | str | None
@@ -82,6 +87,22 @@ def on_gpu(name: str, torch_op: TorchOp) -> TorchOp:
     return serve
 
 
+def promise(kernels_capturable: Capturable) -> Promise:
+    """What a split op promises, given what its kernels do."""
+    return (("cuda", kernels_capturable),) if KERNELS_SERVE and kernels_capturable != "never" else "never"
+
+
+def why_torch(name: str) -> Callable[..., str | None]:
+    """Tells of a call why the op in torch would serve it on a GPU, None if a kernel would; only looks at layouts."""
+
+    def why(*arguments: Value, **named: Value) -> str | None:
+        make_call = find_kernels(name)
+        reason = NO_TRITON if make_call is None else make_call(*arguments, **named).why_not()
+        return None if reason is None else SAID % (name, reason)
+
+    return why
+
+
 def first_tensor(arguments: Iterable[Value]) -> Tensor:
     """The first tensor of an op's arguments, whose rows are the tokens."""
     return next(value for value in arguments if isinstance(value, Tensor))
@@ -100,4 +121,4 @@ def find_kernels(name: str) -> Callable[..., KernelCall] | None:
 @cache
 def say_once(name: str, reason: str) -> None:
     """Log that the op in torch serves, and why."""
-    log.warning("dsv4::%s runs in plain torch on the GPU: %s", name, reason)
+    log.warning(SAID, name, reason)

@@ -143,8 +143,8 @@ def choose_splits(programs: int, tiles: int) -> int:
 @cache
 def architecture_of(device: torch.device) -> str | None:
     """The row of the table for a device, None if there is none; the nearest one is taken, and said once."""
-    if device.type != "cuda":
-        return "sm_90"  # the interpreter has no architecture
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        return "sm_90"  # of the interpreter, and of a device that is only planned for
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         name = properties.gcnArchName.partition(":")[0]

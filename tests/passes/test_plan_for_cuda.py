@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from stages import stages_of
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from toy_ops import SPLIT
+from cuda_plans import CUDA, attention, on_cuda, planned
+from torch import Tensor
 
-from benchmarks.attention_stack import first_step, mark_request_dims, tiny_config
-from benchmarks.toy import SPLIT_OP, Toy
-from dsv4_compile.graph.partitioned import PartitionedGraph
+from benchmarks.toy import Toy
+from dsv4_compile.errors import FullGraphError, HazardError
 from dsv4_compile.inspect.plan import Plan
-from dsv4_compile.models.deepseek_v4 import AttentionStack, StepState, allocate_caches, bind_caches
+from dsv4_compile.ops import registry
 
 toy = torch.ops.toy
-CUDA = torch.device("cuda", 0)
-STEP = first_step(8)
-
-
-@contextmanager
-def on_cuda(device: str = "cuda:0") -> Iterator[None]:
-    """Tensors that are made in the block are on a device that is not there."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.device(device):
-        yield
-
-
-def planned(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[PartitionedGraph, Plan]:
-    _, graph, plan = stages_of(fn, *args, split_ops=(*SPLIT, SPLIT_OP), **options)
-    return graph, plan
-
-
-def attention(ratio: int, device: str) -> tuple[AttentionStack, tuple[Tensor, Tensor, StepState]]:
-    """A layer that was made on a device, its caches, and the first step of one request."""
-    config = tiny_config((ratio,))
-    with torch.device("meta"):
-        stack = AttentionStack(config)
-    for module in stack.modules():  # `Module.to` does not know fake tensors
-        for name, weight in list(module.named_parameters(recurse=False)):
-            module._parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), requires_grad=False)
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    blocks: dict[Any, int] = dict.fromkeys(("swa", "compressed", "c4_state", "c128_state"), 8)
-    bind_caches(stack, allocate_caches(config, blocks, device=torch.device(device)))
-    state = {field.name: getattr(STEP, field.name) for field in fields(STEP)}
-    step = StepState(**{name: torch.empty(value.shape, dtype=value.dtype) for name, value in state.items()})
-    return stack, (torch.zeros(8, dtype=torch.long), torch.arange(8), mark_request_dims(step))
 
 
 def reasons(plan: Plan) -> dict[str, str | None]:
@@ -79,6 +44,81 @@ def test_attention_is_planned_as_on_a_cpu(ratio: int) -> None:
         plans.append(str(plan))
     assert plans[0] == plans[1]
     assert "host memory" not in plans[0]
+
+
+# the whole step in uniform decode
+
+SPLIT_OPS = ("dsv4::sparse_indexer", "dsv4::forward_mqa")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers the split ops of a layer as they are where Triton is installed, but for which calls kernels serve."""
+
+    def register(why_torch: Callable[..., str | None]) -> None:
+        promised = {
+            name: replace(registry._registered[name], capturable=(("cuda", "decode"),), why_not_kept=why_torch)
+            for name in SPLIT_OPS
+        }
+        monkeypatch.setattr(registry, "_registered", {**registry._registered, **promised})
+
+    return register
+
+
+def always(*_: Any, **__: Any) -> None:
+    """A kernel serves every call."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_decode_step_of_kernels_is_one_graph_on_cuda_alone(served: Callable[..., None], device: str) -> None:
+    served(always)
+    with on_cuda(device):
+        stack, inputs = attention(4, device)
+        graph, plan = planned(stack, *inputs, runner="mrv2", piece_compiler="eager")
+    assert {op for op, reason in reasons(plan).items() if reason == "split op"} == {*SPLIT_OPS}
+    assert graph.no_full is None
+    if device == "cpu":
+        assert graph.full is None
+        return
+    assert graph.full is not None
+    (step,) = graph.full.units
+    assert (step.kind, step.name) == ("piece", "whole_step")
+    assert {f"dsv4::{node.target._opname}" for node in step.nodes if "dsv4" in str(node.target)} >= {*SPLIT_OPS}
+
+
+def test_what_no_kernel_serves_keeps_the_step_in_pieces(served: Callable[..., None]) -> None:
+    """The op is asked with what its call will be given: fakes on the device, numbers, and the words of formats."""
+    asked: list[dict[Any, Any]] = []
+
+    def why_torch(*arguments: Any, **named: Any) -> str:
+        asked.append({**dict(enumerate(arguments)), **named})
+        return "q is torch.float32"
+
+    served(why_torch)
+    with on_cuda():
+        stack, inputs = attention(128, "cuda")
+        graph, plan = planned(stack, *inputs, runner="mrv2")
+        assert graph.full is None
+        (note,) = [
+            note for note in plan.notes if note.startswith("uniform decode runs in pieces: q is torch.float32 (")
+        ]
+        assert "in attend" in note
+        torch._dynamo.reset()
+        with pytest.raises(FullGraphError, match=r'decode="full", but .* graph: q is torch.float32 \(.*in attend'):
+            planned(stack, *inputs, runner="mrv2", decode="full")
+    given = asked[0]
+    assert given[0].device == CUDA
+    assert given[0].shape == (8, *given[0].shape[1:])
+    assert not any(isinstance(size, torch.SymInt) for size in given[0].shape)
+    assert (given[8], given[10], given[13]) == (None, 128, "auto")  # topk_indices, ratio, kv_cache_dtype
+
+
+def test_the_whole_step_is_a_hazard_under_mrv1(served: Callable[..., None]) -> None:
+    served(always)
+    with on_cuda():
+        stack, inputs = attention(0, "cuda")
+        with pytest.raises(HazardError, match=r"reads the step state .*, but it would be captured under mrv1"):
+            planned(stack, *inputs, runner="mrv1", region="wide", decode="full")
 
 
 # the piece compiler

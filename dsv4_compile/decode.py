@@ -40,11 +40,12 @@ _this_thread = _ThisThread()
 def uniform_decode(query_len: int = 1) -> UniformDecode:
     """A block in which calls of compiled models, by this thread, are of batches of uniform decode.
 
-    It is a promise: every request of the batch has `query_len` tokens in it; rows of padding may follow. Blocks may be
-    nested, and the innermost counts. A model that has no full graph runs as it would outside.
+    It is a promise: every request of the batch has `query_len` rows in it, the last of which may be padding; more rows
+    of padding may follow. Blocks may be nested, and the innermost counts. A model that has no full graph runs as it
+    would outside.
 
     Args:
-        query_len: tokens of each request: 1, or more where tokens are drafted ahead. Each value has its own captures.
+        query_len: rows of each request: 1, or more where tokens are drafted ahead. Each value has its own captures.
 
     Raises:
         ArgumentError: `query_len` is no integer of at least 1, or this is inside of a compiled function.

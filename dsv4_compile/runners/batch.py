@@ -8,11 +8,13 @@ flat lists than tokens: the rows after its tokens are padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..decode import uniform_decode
 from ..models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from .block_allocator import BlockAllocator, BlockGroup
 
@@ -35,6 +37,19 @@ REQUEST_FIELDS = (
     "c4_state_block_table",
     "c128_state_block_table",
 )
+
+
+def said_of(num_rows: Sequence[int], most: int) -> AbstractContextManager[None]:
+    """Says of a call that its batch is uniform decode, if it is.
+
+    Of a prompt, or the rest of one, so many tokens are no different to an op.
+
+    Args:
+        num_rows: rows of each request; none at all is no batch, of which nothing is said.
+        most: rows of a request that decodes.
+    """
+    is_uniform = len(set(num_rows)) == 1 and num_rows[0] <= most
+    return uniform_decode(num_rows[0]) if is_uniform else nullcontext()
 
 
 def block_groups(config: DeepseekV4Config) -> tuple[BlockGroup, ...]:

@@ -36,7 +36,7 @@ from torch._dynamo import mark_static
 
 from ..errors import RunnerError
 from ..models.deepseek_v4.step import StepState
-from .batch import BatchBuilder, Span
+from .batch import BatchBuilder, Span, said_of
 from .limits import RunnerLimits
 from .requests import Request
 from .sampling import Choice, Drafts, draft_tokens
@@ -187,7 +187,8 @@ class Drafting:
     def _call(self, spans: Sequence[Span], num_tokens: int, streams: Tensor) -> tuple[Tensor, Tensor]:
         made = self.inputs.make(self.builder.build(spans), num_tokens)
         self.counts = replace(self.counts, calls=self.counts.calls + bool(spans))
-        output = self.drafter(made.input_ids, made.positions, made.step, _as_input(streams))
+        with said_of([span.num_rows for span in spans], 1 + self.limits.num_draft_tokens):
+            output = self.drafter(made.input_ids, made.positions, made.step, _as_input(streams))
         logits, made_streams = check_output(output, num_tokens, "drafter")
         if made_streams is None:
             raise RunnerError("the drafter returned logits alone; it must return (logits, streams)")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import TYPE_CHECKING
@@ -20,12 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..decode import uniform_decode
 from ..errors import InvalidRequestError, OutOfBlocksError, RunnerError
 from ..log import progress_bar
 from ..models.deepseek_v4.config import DeepseekV4Config
 from ..models.deepseek_v4.step import StepState
-from .batch import BatchBuilder, block_groups
+from .batch import BatchBuilder, block_groups, said_of
 from .block_allocator import BlockAllocator
 from .bound_caches import BoundCaches
 from .drafting import DraftCounts, Drafter, Drafting, Verified, check_output
@@ -294,7 +292,7 @@ class ModelRunner(ABC):
         host = self._builder.build([chunk.span(rows) for chunk, rows in zip(chunks, num_rows, strict=True)])
         num_tokens = self.limits.padded(len(host["input_ids"]))
         inputs = self._inputs.make(host, num_tokens)
-        with _said_of(num_rows, self._scheduler.least_rows):
+        with said_of(num_rows, self._scheduler.least_rows):
             return self._call_model(inputs, num_tokens)
 
     def _call_model(self, inputs: ModelInputs, num_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -336,12 +334,6 @@ class ModelRunnerV2(ModelRunner):
 
     def _make_inputs(self, device: torch.device) -> InputMaker:
         return PersistentInputs(self._builder.build(()), self.limits.max_num_batched_tokens, device)
-
-
-def _said_of(num_rows: Sequence[int], most: int) -> AbstractContextManager[None]:
-    """Says that a step is uniform decode: of a prompt, or the rest of one, so many tokens are no different to an op."""
-    is_uniform = len(set(num_rows)) == 1 and num_rows[0] <= most
-    return uniform_decode(num_rows[0]) if is_uniform else nullcontext()
 
 
 def _verify(chunks: Sequence[Chunk], num_rows: Sequence[int], logits: Tensor) -> list[Verified]:

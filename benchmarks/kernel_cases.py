@@ -286,11 +286,26 @@ FORMATS = {
 }
 
 
+def in_all_formats(case: Case) -> Iterator[Case]:
+    """A case, and the same in each packed format that its op takes."""
+    yield case
+    yield from (replace(case, cache_format=packed) for packed in FORMATS.get((case.op, case.variant), ()))
+
+
+def entry_bytes(case: Case) -> int:
+    """Bytes of a row of the cache that an op reads or writes."""
+    config = MODELS[case.model]
+    is_index = case.op == "sparse_indexer" or case.variant == "indexer"
+    width = config.index_head_dim if is_index else config.head_dim
+    if case.cache_format == PLAIN:
+        return 2 * width
+    return row_bytes(case.cache_format, width, 0 if is_index else config.qk_rope_head_dim)
+
+
 def compiled_cases() -> Iterator[Case]:
     """Cases that between them launch every specialisation of the released models, whole or with heads sharded."""
     for case in _plain_cases():
-        yield case
-        yield from (replace(case, cache_format=packed) for packed in FORMATS.get((case.op, case.variant), ()))
+        yield from in_all_formats(case)
 
 
 def _plain_cases() -> Iterator[Case]:

@@ -1,7 +1,7 @@
 """The ops one by one, at the sizes of the released models: how long a kernel takes beside what the device allows.
 
     python -m benchmarks.ops            minutes on a GPU; without one, as long as compiling the kernels takes
-    python -m benchmarks.ops --quick    one small case of each op
+    python -m benchmarks.ops --quick    one small case of each op and cache format
 
 On a GPU each op is timed with its kernel and in plain torch, and stands beside its roofline. Without one nothing is
 timed: the rooflines are printed, and, with Triton, what each choice of the table compiles to.
@@ -21,16 +21,30 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.inspect.arguments import OneLineParser
+from dsv4_compile.ops.cache_formats import PLAIN
 from dsv4_compile.ops.kernels.serve import NO_TRITON
 
-from .kernel_cases import CONTEXTS, DECODE_TOKENS, MODELS, OPS, PREFILL_TOKENS, VARIANTS, Case
+from .kernel_cases import (
+    CONTEXTS,
+    DECODE_TOKENS,
+    MODELS,
+    OPS,
+    PREFILL_TOKENS,
+    VARIANTS,
+    Case,
+    entry_bytes,
+    in_all_formats,
+)
 from .measure import measure
 from .sections import Section, Setting, Table
 
 # what the H200 is sold with: bytes and bf16 operations a second
 MEMORY_RATE = 4.8e12
 MATRIX_RATE = 989e12
-COLUMNS = ("op", "model", "variant", "tokens", "context", "MB", "GFLOP", "roofline us")
+COLUMNS = ("op", "model", "variant", "format", "tokens", "context", "MB", "GFLOP", "roofline us")
+# how many times the roofline the matrix kernels may take, with plain rows and with packed ones
+AIMED_AT = ("forward_mqa", "sparse_indexer")
+AIM, PACKED_AIM = 2, 3
 QUICK_CONTEXTS, QUICK_TOKENS = (1024,), (1,)
 
 
@@ -53,7 +67,7 @@ class Work:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Decode of several sizes, and a prefill, at each context that an op's work depends on."""
+    """Decode of several sizes, and a prefill, at each context that an op's work depends on, in each cache format."""
     for op in OPS:
         for model, config in MODELS.items():
             for variant in VARIANTS.get(op, ("C4A",)):
@@ -64,7 +78,15 @@ def cases(quick: bool) -> Iterator[Case]:
                         if tokens > context:
                             continue
                         heads = config.num_attention_heads
-                        yield Case(op=op, model=model, variant=variant, tokens=tokens, context=context, heads=heads)
+                        case = Case(op=op, model=model, variant=variant, tokens=tokens, context=context, heads=heads)
+                        yield from in_all_formats(case)
+
+
+def aim_of(case: Case) -> int | None:
+    """How many times its roofline a case may take; None: nothing is said of it."""
+    if case.op not in AIMED_AT:
+        return None
+    return AIM if case.cache_format == PLAIN else PACKED_AIM
 
 
 def depends_on_context(op: str, variant: str) -> bool:
@@ -81,12 +103,12 @@ def work_of(case: Case) -> Work:
         keys = attended_keys(case)
         shared = min(keys, case.context) if case.is_prefill else keys * case.tokens
         products = 4 * case.tokens * case.heads * keys * config.head_dim
-        return Work(read=rows + 2 * shared * config.head_dim, products=products)
+        return Work(read=rows + shared * entry_bytes(case), products=products)
     if case.op == "sparse_indexer":
         entries = case.context // 4
         if entries <= config.index_topk:
             return Work(read=_bytes(arguments["topk_indices"]), products=0)  # nothing is scored
-        read = rows + 2 * entries * config.index_head_dim * (1 if case.is_prefill else case.tokens)
+        read = rows + entries * entry_bytes(case) * (1 if case.is_prefill else case.tokens)
         return Work(read=read, products=2 * case.tokens * config.index_n_heads * entries * config.index_head_dim)
     return Work(read=rows + written_rows(case), products=0)
 
@@ -105,13 +127,13 @@ def written_rows(case: Case) -> float:
     """Bytes that an insert writes to caches, and reads of compressor states."""
     config = MODELS[case.model]
     if case.op == "qnorm_rope_kv_insert":
-        return 2 * case.tokens * config.head_dim
+        return case.tokens * entry_bytes(case)
     if case.op != "compress_kv_insert":
         return 0
     width = config.index_head_dim if case.variant == "indexer" else config.head_dim
     ratio, overlap = (128, 1) if case.variant == "C128A" else (4, 2)
     closing = case.tokens // ratio if case.is_prefill else case.tokens  # the last token of a request closes a block
-    return 8 * case.tokens * overlap * width + closing * (8 * overlap * ratio * width + 2 * width)
+    return 8 * case.tokens * overlap * width + closing * (8 * overlap * ratio * width + entry_bytes(case))
 
 
 def _bytes(value: object) -> int:
@@ -126,7 +148,8 @@ def run(setting: Setting) -> Section:
 
 
 RATES = f"""Rooflines are those of an H200 ({MEMORY_RATE / 1e12} TB/s, {MATRIX_RATE / 1e12:.0f} TFLOP/s of bf16 without
-sparsity, its data sheet). The aims are at most 2 times the roofline for bf16 attention and the indexer."""
+sparsity, its data sheet). Attention and the indexer are to take at most {AIM} times the roofline with bf16 caches, and
+{PACKED_AIM} times with packed ones."""
 NOTHING_TIMED = f"There is no GPU here: **nothing was timed**, and no kernel ran. {RATES}"
 
 
@@ -171,7 +194,7 @@ def builds(setting: Setting) -> tuple[str | Table, ...]:
 
 def _name(case: Case) -> tuple[str, ...]:
     variant = case.variant if case.op in VARIANTS else "-"
-    return case.op, case.model, variant, str(case.tokens), str(case.context)
+    return case.op, case.model, variant, case.cache_format, str(case.tokens), str(case.context)
 
 
 def _work(work: Work) -> tuple[str, ...]:

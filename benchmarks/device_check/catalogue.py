@@ -44,4 +44,5 @@ SECTIONS = (
     _section(8, "memory", 50, 15, "bytes of a captured size and of a graph, and what is given back"),
     _section(9, "capture", 60, 15, "seconds to capture 61 layers, by stage"),
     _section(10, "tools", 60, 15, "sanitizer, profiler, one trace"),
+    _section(11, "ops", 90, 20, "kernels of the Flash model one by one, beside their rooflines and plain torch"),
 )

@@ -81,6 +81,14 @@ TABLES: dict[str, tuple[TableSpec, ...]] = {
     ),
     "capture": (TableSpec(title="capture", case=("layers", "stage"), metrics=("seconds",)),),
     "tools": (TableSpec(title="tools", case=("tool",), metrics=("outcome",)),),
+    "ops": (
+        TableSpec(title="what was timed", case=("what",), metrics=("outcome",)),
+        TableSpec(
+            title="kernels",
+            case=("op", "variant", "format", "tokens", "context"),
+            metrics=("roofline_us", "us", "of_roofline", "of_torch"),
+        ),
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from benchmarks.device_check.bench import Bench
 from benchmarks.device_check.headline import CONFIGURATIONS
 from benchmarks.device_check.hole import light_ops
 from benchmarks.device_check.rows import Row, read_rows
-from benchmarks.device_check.sections import contract, correct, decode
+from benchmarks.device_check.sections import contract, correct, decode, ops
 from benchmarks.device_check.timing import build, measure
+from benchmarks.kernel_cases import OPS
 
 
 @pytest.fixture
@@ -109,6 +110,53 @@ def test_a_report_of_pytest_becomes_rows(bench: Bench, tmp_path: Path) -> None:
     ]
     contract.read_report(bench, tmp_path / "none.xml")
     assert rows(bench)[-1].value == "no report: see the log"
+
+
+def test_without_a_gpu_kernels_have_rooflines_and_no_times(bench: Bench) -> None:
+    ops.run(bench)
+    said, *found = rows(bench)
+    assert said.value == "nothing was timed: there is no GPU"
+    assert {row.metric for row in found} == {"roofline_us"}
+    assert {row.case["op"] for row in found} == set(OPS)
+    assert {row.case["format"] for row in found} == {"auto", "fp8_ds_mla", "fp8", "mxfp4"}
+    by_format = {
+        row.case["format"]: row.value
+        for row in found
+        if (row.case["op"], row.case["tokens"], row.case["context"]) == ("sparse_indexer", 1, 32768)
+    }
+    assert by_format["auto"] > by_format["fp8"] > by_format["mxfp4"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("times", "judged"), [(1.5, True), (2.5, None), (9.0, False)])
+def test_kernels_are_held_to_the_aims(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, times: float, judged: bool | None
+) -> None:
+    """At most 2 times the roofline in bf16, 3 times in packed formats; of the other kernels nothing is asked."""
+    monkeypatch.setattr(ops, "KERNELS_SERVE", True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        ops, "time_case", lambda case, seconds: {"kernel": times * ops.work_of(case).seconds, "torch": 1.0}
+    )
+    monkeypatch.setattr(Bench, "_ask_device", lambda self, case: None)
+    ops.run(replace(bench, device="cuda"))
+    found = {metric: [row for row in rows(bench) if row.metric == metric] for metric in ("of_roofline", "us", "error")}
+    assert found["error"] == []
+    assert len(found["us"]) == len(found["of_roofline"]) == len(list(ops.chosen_cases()))
+    for row in found["of_roofline"]:
+        assert row.value == pytest.approx(times)
+        if row.case["op"] not in ("forward_mqa", "sparse_indexer"):
+            assert row.ok is None
+        elif judged is None:
+            assert row.ok is (row.case["format"] != "auto")
+        else:
+            assert row.ok is judged
+
+
+def test_where_time_is_short_the_cases_that_are_left_are_counted(bench: Bench) -> None:
+    ops.run(replace(bench, ends=0.0))
+    assert [row.metric for row in rows(bench)] == ["outcome", "outcome"]
+    count = len(list(ops.chosen_cases()))
+    assert rows(bench)[-1].value == f"no time for {count} of {count} cases"
 
 
 @pytest.mark.exhaustive

@@ -134,6 +134,35 @@ def test_one_arena_holds_both_and_is_made_once(allocations: Allocations) -> None
     assert pieces._memory is full._memory
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 8},
+        pytest.param({}, marks=pytest.mark.exhaustive),
+        pytest.param({"aux_streams": 2, "check": "full"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_two_models_with_two_plans_each_in_one_pool(options: dict[str, Any]) -> None:
+    """Four plans have one workspace, in which each overwrites what the others left there; results stay."""
+    pool = dsv4_compile.MemoryPool()
+    trials = [DecodeTrial(layers, pool=pool, **options) for layers in (2, 3)]
+    sizes = (6, 4)
+    with counters.expect(graphs_compiled=2, captures=8, recaptures=0, full_replays=12, replays=24, uncaptured_calls=8):
+        kept: list[tuple[Tensor, Tensor]] = []
+        for turn in range(4):
+            for tokens in sizes:
+                for query_len in (None, 1) if turn % 2 else (1, None):
+                    for trial in trials:
+                        result = trial.call(tokens, query_len)
+                        kept.append((result, result.clone()))
+        for result, before in kept:
+            assert torch.equal(result, before)
+    serving = owners()[-4:]
+    assert sorted(owner._full is not None for owner in serving) == [False, False, True, True]
+    assert len({id(owner._memory.arenas) for owner in serving}) == 1
+
+
 def test_what_needs_more_in_the_whole_step_fits_too(allocations: Allocations) -> None:
     """In pieces `big` is seen by the region alone, and passed on; a graph needs it copied to a place of its own."""
 

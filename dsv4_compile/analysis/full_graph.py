@@ -48,7 +48,7 @@ def promise_of(traced: TracedGraph, node: fx.Node) -> Capturable:
 
 def why_not_kept(traced: TracedGraph, node: fx.Node) -> str | None:
     """Why a call of a split op does not keep what the op promises, if the op itself can tell."""
-    if promise_of(traced, node) == "never":
+    if not isinstance(node.target, OpOverload) or promise_of(traced, node) == "never":
         return None
     registered = find_op(traced.ops, op_name(node.target))
     if registered is None or registered.why_not_kept is None:

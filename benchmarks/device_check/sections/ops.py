@@ -7,6 +7,7 @@ the rows are the rooflines, and one of them says so.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from dsv4_compile.ops.kernels.serve import KERNELS_SERVE, NO_TRITON
 from ...kernel_cases import PREFILL_TOKENS, Case
 from ...ops import AIMED_AT, aim_of, cases, time_case, work_of
 from ..bench import Bench
-from ..rows import Value
 
 MODEL, TOKENS, CONTEXTS = "Flash", 64, (1024, 32768)
 HOT_TOKENS = (1, TOKENS, PREFILL_TOKENS)  # of the kernels that there is an aim for
@@ -46,7 +46,7 @@ def chosen_cases() -> Iterator[Case]:
             yield case
 
 
-def named(case: Case) -> dict[str, Value]:
+def named(case: Case) -> dict[str, Any]:
     """A case in a row."""
     return {
         "op": case.op,

@@ -24,6 +24,8 @@ from dsv4_compile.ops import registry
 torch.set_num_threads(1)
 # Dynamo measures each set of guards that it makes, for a log, and flushes the caches of the processor for that: 26 ms.
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+# Where tests compare with plain `torch.compile`, its C++ on disk is not that of a run with other vector instructions.
+torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -55,8 +55,22 @@ def compile_with_inductor(gm: fx.GraphModule, fakes: Sequence[Tree]) -> Callable
     # Random kernels draw what eager ones do. An engine of ours captures, so Inductor must not. Layouts are checked
     # where they come from: Dynamo guards those of inputs, `check_layout` looks at those of ops, slots are as planned.
     choices = {"fallback_random": True, "triton.cudagraphs": False, "size_asserts": False}
-    with torch._inductor.config.patch(choices):
+    caching: Any = torch.compiler.config
+    with torch._inductor.config.patch(choices), caching.patch(cache_key_tag=_cache_key_tag(fakes)):
         return torch._inductor.standalone_compile(gm, list(fakes), dynamic_shapes="from_tracing_context")
+
+
+def _cache_key_tag(fakes: Sequence[Tree]) -> str:
+    """The user's own tag of what Inductor keeps on disk, and which vector instructions the code is for.
+
+    Torch keeps C++ by its graph, without them: another machine, or ATEN_CPU_CAPABILITY, then builds code that steps by
+    vectors of 16 floats with vectors of 8 or none.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    tag = str(torch.compiler.config.cache_key_tag)
+    on_cpu = any(isinstance(fake, torch.Tensor) and fake.device.type == "cpu" for fake in fakes)
+    return f"{tag} for {pick_vec_isa()}" if on_cpu else tag
 
 
 def compile_with_aot_eager(gm: fx.GraphModule, fakes: Sequence[Tree]) -> Callable[..., object]:

@@ -6,6 +6,7 @@ there as well. What lies above the package's own frames (Dynamo's wrappers) is n
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,8 +44,13 @@ class Interrupts:
     _root: FrameType | None = None
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function under the tracer."""
-        before = sys.gettrace()
+        """Call a function under the tracer.
+
+        No garbage is collected meanwhile: that is due where other tests have brought it, so the places of its callbacks
+        (Hypothesis has some) and finalizers are others in each run.
+        """
+        before, collects = sys.gettrace(), gc.isenabled()
+        gc.disable()
         trace = self._trace  # kept: Python calls it once more where it has dropped it, as what it raises is swallowed
         sys.settrace(trace)
         try:
@@ -52,6 +58,8 @@ class Interrupts:
         finally:
             sys.settrace(before)
             self._root = None
+            if collects:
+                gc.enable()
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if self._root is None:

@@ -16,6 +16,7 @@ from torch.library import Library
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_ops import SPLIT
 
+from dsv4_compile.compat import functorch
 from dsv4_compile.runtime import captured
 from dsv4_compile.runtime.captured import CapturedCallable
 from dsv4_compile.runtime.engines.base import POISON
@@ -154,8 +155,10 @@ def live_tensors() -> list[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """A sparse tensor, which other tests may have left behind, has no storage of its own."""
-    return not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    """A sparse tensor and one of a transform, which other tests may have left behind, have no storage of their own."""
+    if isinstance(tensor, FakeTensor) or functorch.is_wrapped(tensor):
+        return False
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def live_bytes() -> int:

@@ -16,12 +16,16 @@ import pytest
 import torch
 import torch._dynamo.guards
 from case_helpers import Setup
+from hypothesis import HealthCheck, settings
 
 import dsv4_compile
 from dsv4_compile.ops import registry
 
 # Tensors here are tiny: more threads only wait for each other, and on a busy machine for long.
 torch.set_num_threads(1)
+# Nor is any example of a test to be quick: on a busy machine one of a millisecond took 0.3 s.
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 # Dynamo measures each set of guards that it makes, for a log, and flushes the caches of the processor for that: 26 ms.
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 # Where tests compare with plain `torch.compile`, its C++ on disk is not that of a run with other vector instructions.

@@ -132,18 +132,69 @@ def test_sizes_within_another_subclass_that_dynamo_does_not_look_at_are_looked_a
     assert caplog.text.count("where a wrapper subclass within another one has other sizes") == 1
 
 
-def test_int8_weights_of_torchao() -> None:
+class Int8(Tensor):
+    """A weight as codes and a scale for each row."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Int8:
+        made: Int8 = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Int8:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].codes), func(args[0].scale))
+        if func is torch.ops.aten.copy_.default:
+            args[0].codes.copy_(args[1].codes)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
+        return func(*[arg.codes * arg.scale if isinstance(arg, cls) else arg for arg in args], **(kwargs or {}))
+
+
+def quantise(model: nn.Sequential) -> None:
+    """Codes of int8 in every linear layer."""
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+            codes = (layer.weight.detach() / scale).round().to(torch.int8)
+            layer.weight = nn.Parameter(Int8(codes, scale), requires_grad=False)
+
+
+def quantise_by_torchao(model: nn.Sequential) -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    other = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    for one in (model, other):
-        quantization.quantize_(one, quantization.Int8WeightOnlyConfig())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("by", [quantise, quantise_by_torchao])
+@torch.no_grad()
+def test_int8_weights(by: Any) -> None:
+    models = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval() for _ in range(3)]
+    for each in models:
+        by(each)
+    model, second, third = models
     compiled = torch.compile(model, backend="dsv4_piecewise", dynamic=True)
-    with torch.no_grad():
-        for rows in (3, 3, 3, 5, 5):
-            assert torch.equal(compiled(torch.ones(rows, 8)), model(torch.ones(rows, 8)))
-        assert counters.captures == 2
-        model.load_state_dict(other.state_dict(), assign=True)
-        for _ in range(2):
-            assert torch.equal(compiled(torch.ones(5, 8)), model(torch.ones(5, 8)))
-    assert counters.recaptures == 1
+
+    def agree(*rows: int) -> None:
+        for count in rows:
+            x = torch.arange(8.0 * count).reshape(count, 8)
+            assert torch.equal(compiled(x), model(x))
+
+    agree(3, 3, 3, 5, 5)
+    with counters.expect(captures=0, replays=2, uncaptured_calls=0):
+        model.load_state_dict(second.state_dict())  # in place
+        agree(3, 5)
+    with counters.expect(captures=1, recaptures=1):
+        model.load_state_dict(third.state_dict(), assign=True)
+        agree(5, 5)
+    assert counters.graphs_compiled == 1

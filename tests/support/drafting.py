@@ -20,6 +20,7 @@ from dsv4_compile.models.deepseek_v4 import (
 )
 from dsv4_compile.models.deepseek_v4.caches import layer_cache_specs
 from dsv4_compile.models.deepseek_v4.stack import StackLayer
+from dsv4_compile.ops import cache_formats
 from dsv4_compile.runners import ModelRunner
 
 # One layer of each kind, and the window layer of the MTP block.
@@ -140,9 +141,21 @@ def poison_what_is_not_computed(runner: ModelRunner) -> None:
     for layer, caches in enumerate(runner._caches._caches):
         kind = config.kind(layer)
         for spec in layer_cache_specs(config, kind):
-            cache = getattr(caches, spec.name)
             kept = computed[spec.group] // (spec.block_tokens // spec.rows)
-            cache[torch.arange(spec.rows) >= kept.unsqueeze(1)] = torch.nan
+            for part in _parts_of_rows(getattr(caches, spec.name), spec.name, config):
+                part[torch.arange(spec.rows) >= kept.unsqueeze(1)] = 255 if part.dtype is torch.uint8 else torch.nan
+
+
+def _parts_of_rows(cache: Tensor, name: str, config: DeepseekV4Config) -> tuple[Tensor, ...]:
+    """Views [blocks, rows, ...] of a cache that have each row's own bytes: of a packed one, data and scales apart.
+
+    The byte 255 is NaN in a packed row, as its scales are.
+    """
+    if cache.dtype is not torch.uint8:
+        return (cache,)
+    if name == "indexer_k_cache":
+        return cache_formats._parts_of(cache, config.index_format, config.index_head_dim, 0)
+    return cache_formats._parts_of(cache, config.kv_format, config.head_dim, config.qk_rope_head_dim)
 
 
 def _computed_tokens(runner: ModelRunner, name: str) -> Tensor:

@@ -190,12 +190,15 @@ def _outcome(programs: Programs, function: Any, x: Tensor) -> tuple[list[object]
     leaves = pytree.tree_leaves(function(x))
     ids = [id(leaf) for leaf in leaves]
     same = [(leaf is x, ids.index(id(leaf))) for leaf in leaves if isinstance(leaf, Tensor)]
-    return [*map(_described, leaves), same, _described(x)], list(map(_described, programs.state()))
+    return [*map(described, leaves), same, described(x)], list(map(described, programs.state()))
 
 
-def _described(value: Any) -> object:
+def described(value: Any) -> object:
+    """A value as lists and numbers; of a tensor, layout included."""
+    if isinstance(value, (tuple, list)):
+        return [described(item) for item in value]
     if isinstance(value, TwoTensor):
-        return "two", _described(value.a), _described(value.b)
+        return "two", described(value.a), described(value.b)
     if isinstance(value, DTensor):
-        return "dtensor", value.placements, value.shape, value.stride(), _described(value.to_local())
+        return "dtensor", value.placements, value.shape, value.stride(), described(value.to_local())
     return (value.dtype, value.stride(), value.tolist()) if isinstance(value, Tensor) else value

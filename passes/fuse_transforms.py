@@ -7,6 +7,7 @@
     _vmap_decrement_nesting()
 
 What is wrapped at a level may not cross a boundary, and a level may not be entered in one piece and left in another.
+So it is with a level of forward-mode derivatives (`torch.autograd.forward_ad.dual_level`), which `jvp` enters too.
 The node's effects are those of all that it runs, below the transform; engines record the ops that it comes down to.
 
 Refused, by name: transforms that differentiate (this backend serves inference), and values that leave their level.

@@ -29,14 +29,15 @@ class FusedCall:
         self.__name__ = self.__qualname__ = name
         self.gm = gm
         self._key = _key(gm)
+        self._enters_dual = functorch.enters_dual_level(gm)
 
     def __call__(self, *args: Tree) -> Tree:
         """Run the graph."""
-        depth = functorch.depth()
+        levels = functorch.Levels.before(self._enters_dual)
         try:
             return self.gm.forward(*args)
         except BaseException:
-            functorch.leave_to(depth)
+            levels.put_back()
             raise
 
     def __eq__(self, other: object) -> bool:

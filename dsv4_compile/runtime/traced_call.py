@@ -44,6 +44,7 @@ class TracedCall:
     def __init__(self, traced: TracedGraph, example_inputs: Sequence[Value]) -> None:
         self._traced = traced
         self._num_ops = sum(node.op in ("call_function", "call_method") for node in traced.original.graph.nodes)
+        self._enters_dual = functorch.enters_dual_level(traced.original)
         self._aliasing = Aliasing(traced, example_inputs)
         weights = [] if GUARDS_STRIDES else [index for index, i in enumerate(traced.inputs) if i.owned]
         self._strides = {index: example_inputs[index].stride() for index in weights}
@@ -95,10 +96,10 @@ class TracedCall:
         return result
 
     def _run(self, args: Sequence[Value]) -> Value:
-        depth = functorch.depth()
+        levels = functorch.Levels.before(self._enters_dual)
         try:
             with offering(None), profiler_range("traced graph"):
                 return self._traced.original(*args)
         except BaseException:
-            functorch.leave_to(depth)
+            levels.put_back()
             raise

@@ -6,6 +6,7 @@ import pytest
 import torch
 from eager_twin import check_calls, compile_piecewise
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from toy_ops import SPLIT
 
@@ -76,6 +77,13 @@ def forward_derivative(x):
     return torch.func.jvp(lambda y: y.sin() * 2, (x,), (torch.ones_like(x),))
 
 
+def dual_level(x):
+    with forward_ad.dual_level():
+        y = forward_ad.make_dual(x * 2, torch.ones_like(x)).sin().cumsum(0)
+        derivative = forward_ad.unpack_dual(y).tangent
+    return y, derivative * 2
+
+
 def jacobian(x):
     return torch.func.jacfwd(lambda y: y.sin())(x[0])
 
@@ -100,6 +108,7 @@ PROGRAMS = [
     sizes_used_outside,
     under_autocast,
     forward_derivative,
+    dual_level,
     jacobian,
     around_split_ops,
 ]
@@ -270,6 +279,46 @@ def test_an_exception_inside_leaves_no_level(outside, inside):
     finally:
         functorch.leave_to(0)
     assert torch.equal(vmap(lambda row: row + 1)(torch.zeros(2)), torch.ones(2))
+
+
+def picks(x, index):
+    return torch.func.jvp(lambda y: y.sin().index_select(0, index), (x,), (torch.ones_like(x),))
+
+
+def picks_in_dual_level(x, index):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(forward_ad.make_dual(x, x).index_select(0, index)).tangent
+
+
+@pytest.mark.parametrize("program", [picks, picks_in_dual_level])
+@pytest.mark.parametrize("options", [{"engine": "off"}, {}, {"check": "full"}], ids=str)
+def test_an_exception_inside_leaves_no_derivatives(program, options):
+    """There is one level of them in a process: where it stays entered, nobody enters it any more."""
+    x, good, bad = torch.randn(3), torch.tensor([0, 2]), torch.tensor([0, 7])
+    compiled = compile_piecewise(program, **options)
+    with torch.no_grad():
+        compiled(x, good)
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                compiled(x, bad)
+            wanted = program(x, good)
+            torch.testing.assert_close(compiled(x, good), wanted)
+
+
+def test_an_exception_in_the_traced_graph_leaves_no_derivatives():
+    def program(x, cache, index):
+        cache.add_(1)
+        return picks(x, index)
+
+    x, good, bad = torch.randn(4), torch.tensor([0, 2]), torch.tensor([0, 7])
+    compiled = compile_piecewise(program)
+    memory = torch.zeros(6)
+    with torch.no_grad():
+        compiled(x, torch.zeros(4), good)
+        with pytest.raises(IndexError):
+            compiled(memory[2:], memory[:4], bad)
+        assert counters.traced_graph_calls == 1
+        torch.testing.assert_close(compiled(x, torch.zeros(4), good), program(x, torch.zeros(4), good))
 
 
 def test_a_replay_enters_no_level(monkeypatch):

@@ -12,8 +12,12 @@ the traced graph, where everybody sees what the kernel really gives (`why_unlike
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+
 from torch import Tensor, fx
 
+from ...analysis.byte_ranges import share_bytes
 from ...analysis.eager_reasons import custom_ops, has_unknown_size
 from ...compat.dispatch import OpOverload, op_name, pytree
 from ...errors import AliasingOpError, LayoutMismatchError
@@ -45,9 +49,25 @@ def why_unlike(traced: TracedGraph, node: fx.Node, value: Tensor, promised: Tens
     return f"{_name(producer)} gives another layout than its fake promises ({where(producer)})"
 
 
+def results_overlap(traced: TracedGraph, node: fx.Node, value: object) -> bool:
+    """Whether two tensors that a node gives have elements in one place, where its fake gave each its own memory."""
+    promised = pytree.tree_leaves(traced.effects[node].result)
+    by_storage: defaultdict[int, list[tuple[Tensor, int]]] = defaultdict(list)
+    for tensor, meta in zip(pytree.tree_leaves(value), promised, strict=False):
+        if isinstance(tensor, Tensor) and isinstance(meta, TensorMeta) and tensor.numel():
+            by_storage[tensor.untyped_storage().data_ptr()].append((tensor, meta.storage))
+    return any(
+        one_storage != other_storage and share_bytes(one, other)
+        for given in by_storage.values()
+        for (one, one_storage), (other, other_storage) in itertools.combinations(given, 2)
+    )
+
+
 def why_other_memory(traced: TracedGraph, node: fx.Node, value: object, taken: object) -> str | None:
-    """The op gives memory of an argument where its fake made some, or the other way round; None if it does neither."""
+    """The op gives memory of an argument, or of another result, where its fake made some, or not where it did not."""
     producer = traced.producer(node)
+    if results_overlap(traced, node, value):
+        return f"results of {_name(producer)} share memory, and its fake promises that they do not ({where(producer)})"
     known = {traced.storage_of(arg) for arg in producer.all_input_nodes}
     given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(taken) if isinstance(t, Tensor)} - {0}
     for tensor, meta in zip(pytree.tree_leaves(value), pytree.tree_leaves(traced.effects[node].result), strict=False):
@@ -74,10 +94,19 @@ def _layout(tensor: Tensor, strides: bool) -> str:
 
 
 def check_fresh(traced: TracedGraph, node: fx.Node, value: object, taken: object) -> None:
-    """Raise AliasingOpError if a value shares memory with what it was made from, and the plan knows nothing of it."""
+    """Raise AliasingOpError if a value shares memory that the plan knows nothing of.
+
+    With what it was made from, or, of a custom op, one of its results with another: each gets a slot, and a write to
+    one would not show in the other. Parts of one buffer that lie side by side are no harm.
+    """
     producer = traced.producer(node)
     if not traced.effects[producer].makes or traced.effects[node].is_view:
         return
+    if custom_ops(traced, producer) and results_overlap(traced, node, value):
+        raise AliasingOpError(
+            f"results of op {_name(producer)} share memory, but its fake promises fresh ones ({where(producer)}): "
+            "return clones, or one tensor of which the caller takes views"
+        )
     storages = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(taken) if isinstance(t, Tensor)} - {0}
     promised = pytree.tree_leaves(traced.effects[node].result)
     for tensor, meta in zip(pytree.tree_leaves(value), promised, strict=False):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 PATIENCE = timedelta(minutes=10)  # how long a process waits for the others; one of them may be compiling
 
@@ -31,3 +34,15 @@ def one_of_many(device: torch.device) -> Iterator[None]:
     finally:
         torch.compiler.reset()  # captured graphs go before the groups whose collectives they hold
         torch.distributed.destroy_process_group()
+
+
+def after_the_first(make: Callable[[], Result]) -> Result:
+    """What a function returns, which finds in the other processes what it has made in the first."""
+    if num_processes() == 1:
+        return make()
+    if int(os.environ["RANK"]):
+        torch.distributed.barrier()
+        return make()
+    made = make()
+    torch.distributed.barrier()
+    return made

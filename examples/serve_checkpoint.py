@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _processes import num_processes, one_of_many
+from _processes import after_the_first, num_processes, one_of_many
 from _rounding import rounded_caches
 from _serving import (
     Served,
@@ -107,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
     """Load, serve in every configuration, compare, print."""
     if not options.model:
         torch.set_num_threads(1)  # its tensors are so small that threads only wait for each other
-    folder = options.model or small_checkpoint(options.layers, mtp=bool(options.mtp))
+    # transformers saves nothing in other processes than the first
+    folder = options.model or after_the_first(lambda: small_checkpoint(options.layers, mtp=bool(options.mtp)))
     sharded = num_processes() > 1
     original = load(folder, options.device, DTYPES[options.dtype], mtp=bool(options.mtp), sharded=sharded)
     tokenizer = load_tokenizer(folder)

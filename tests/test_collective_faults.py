@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ if dist.is_available():
     import torch.distributed._functional_collectives as fc
     from processes import in_processes, values_of
 
-TIMEOUT = 12.0  # of the process groups here: seconds
+TIMEOUT = 5.0  # seconds that a rank waits for the other one, once both have come as far
 
 
 def step(x: torch.Tensor) -> torch.Tensor:
@@ -69,13 +70,13 @@ FAILED = r"_c10d_functional::(all_reduce|wait_tensor)\.default of group \S+ fail
 
 @pytest.mark.parametrize("warm_calls", [1, 3], ids=["capture", "replay"])
 def test_a_rank_that_is_killed_in_a_step(warm_calls: int) -> None:
-    survivor, killed = in_processes(rank_one_is_killed, warm_calls, timeout=TIMEOUT)
+    survivor, killed = in_processes(rank_one_is_killed, warm_calls)
     assert killed.exitcode == -signal.SIGKILL
     name, message, seconds = survivor.value
     assert name == "CollectiveError"
     assert re.match(FAILED, message)
     assert "Another rank has failed, has ended, or calls other collectives" in message
-    assert seconds < TIMEOUT + 20  # its connection is closed, so this is sooner; a busy machine needs its time
+    assert seconds < 60  # its connection is closed, so this is long before its timeout
 
 
 @torch.no_grad()
@@ -83,11 +84,13 @@ def rank_one_raises(rank: int) -> list[Any]:
     compiled = compiled_step()
     for _ in range(3):
         compiled(torch.ones(2))
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
     if rank == 1:
         set_hook(fail)
     found = outcome(lambda: compiled(torch.ones(2)))
     if rank == 1:  # it lives on, so the other one meets the timeout and no closed connection
-        time.sleep(TIMEOUT + 4)
+        time.sleep(TIMEOUT + 2)
     return list(found)
 
 
@@ -96,9 +99,9 @@ def fail(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_rank_that_raises_in_an_eager_op() -> None:
-    waiting, failing = values_of(in_processes(rank_one_raises, timeout=TIMEOUT))
+    waiting, failing = values_of(in_processes(rank_one_raises))
     assert failing[:2] == ["ValueError", "no such block"]
-    assert failing[2] < TIMEOUT / 2
+    assert failing[2] < TIMEOUT
     assert waiting[0] == "CollectiveError"
     assert re.match(FAILED, waiting[1])
     assert f"init_process_group(timeout=...), {TIMEOUT:g} s here" in waiting[1]
@@ -127,7 +130,7 @@ def captures(rank: int) -> dict[str, Any]:
 
 
 def test_what_ranks_capture_ahead() -> None:
-    first, second = values_of(in_processes(captures, timeout=TIMEOUT))
+    first, second = values_of(in_processes(captures))
     message = (
         "capture: the ranks of the group differ in the sizes to capture. rank 0: [8, 4]; rank 1: [8, 2]. Give all "
         "ranks the same"

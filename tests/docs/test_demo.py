@@ -307,14 +307,16 @@ def test_a_library_that_a_checkpoint_needs_gets_one_line(
 
 @pytest.mark.exhaustive
 def test_two_processes_serve_what_one_does(tmp_path: Path) -> None:
-    """As `torchrun` starts them, over gloo; the exit code says that all tokens are equal."""
+    """As `torchrun` starts them, over gloo, with drafts; the exit code says that all tokens are equal."""
     pytest.importorskip("accelerate")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "serve_checkpoint.py"), "--device", "cpu", "--tokens", "2", "--layers", "2"]
-    command += ["--region", "narrow"]
+    command += [str(EXAMPLES / "serve_checkpoint.py"), "--device", "cpu", "--tokens", "5", "--layers", "2"]
+    command += ["--region", "narrow", "--mtp", "2", "--prompt", "Hi", "--prompt", "The earth is round."]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"eager, mrv2 narrow: {SAME} (5 requests)"
+    printed = done.stdout.splitlines()
+    assert printed[-1] == f"eager, mrv2 narrow: {SAME} (2 requests)"
+    assert " drafts accepted (" in printed[-3]
     assert "torch.float32, cpu, 2 processes" in done.stdout
     assert "a collective runs on the host here: _c10d_functional::all_reduce x3" in done.stdout

@@ -66,7 +66,7 @@ def assert_some_stayed(runner: ModelRunner) -> None:
     assert 0 < counts.accepted < counts.drafted
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 @pytest.mark.parametrize("runner_type", RUNNERS)
 @pytest.mark.parametrize("options", [{}, {"num_blocks": {"swa": 9}}], ids=["", "preempted"])

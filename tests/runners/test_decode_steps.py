@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dsv4_compile
 from dsv4_compile import counters, uniform_query_len
+from dsv4_compile.errors import CaptureError
 from dsv4_compile.models.deepseek_v4 import AttentionStack, StepState
 from dsv4_compile.runners import ModelRunner, ModelRunnerV2
 
@@ -118,6 +119,26 @@ def test_served_tokens_are_those_of_eager(options: dict[str, Any]) -> None:
     full = counters.full_replays - before["full_replays"]
     assert 0 < full < replays
     assert counters.eager_op_calls - before["eager_op_calls"] == 2 * (replays - full)  # two layers
+
+
+@pytest.mark.exhaustive
+def test_the_op_in_torch_would_break_the_promise_of_its_kernels() -> None:
+    """It asks the device for the number of compressed entries, which the capture refuses and names."""
+    dsv4_compile.register_op(
+        "dsv4::forward_mqa", role="split", step_state=STEP_STATE, tokens="q", capturable={"cpu": "decode"}
+    )
+    config = tiny_config((128,))
+    stack = AttentionStack(config)
+    given = {"engine": "host", "runner": "mrv2"}
+    compiled = torch.compile(stack, backend="dsv4_piecewise", dynamic=True, fullgraph=True, options=given)
+    runner = ModelRunnerV2(
+        compiled, config, attention=stack, max_num_reqs=3, max_num_batched_tokens=16, max_model_len=64
+    )
+    with pytest.raises(
+        CaptureError,
+        match=r"split op dsv4::forward_mqa\.default is registered with capturable='decode', but .*in attend",
+    ):
+        runner.generate(make_prompts(3, 5), 6, progress=False)
 
 
 @pytest.mark.exhaustive

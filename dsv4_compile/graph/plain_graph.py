@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import fx
 
 from ..compat.subclasses import Recipe, reach
@@ -33,6 +34,23 @@ class PlainInput:
         """What it is in a call."""
         value = reach(args[self.position], self.path) if self.path else args[self.position]
         return value if self.measure is None else getattr(value, self.measure[0])(self.measure[1])
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLayout:
+    """Size and stride of a wrapper subclass among the arguments of a call, or within one.
+
+    Attributes:
+        position: of the argument.
+        path: attributes that lead to it.
+        size: what it was in the trace, as ints, and as SymInts which may have become constants since.
+        stride: the same.
+    """
+
+    position: int
+    path: tuple[str, ...]
+    size: tuple[int | torch.SymInt, ...]
+    stride: tuple[int | torch.SymInt, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +97,7 @@ class PlainGraph:
         example_inputs: one real tensor or SymInt per placeholder of it.
         inputs: what it takes of the arguments of a call; None if it is Dynamo's.
         results: the results of a call, in order; a result that is returned twice is the same object here.
-        unguarded: sizes of arguments that were constants in the trace, and that Dynamo does not look at.
+        unguarded: layouts of wrapper subclasses: where one is a constant, Dynamo does not look at it.
         original: Dynamo's graph, for a call in which one of them is another.
     """
 
@@ -87,5 +105,5 @@ class PlainGraph:
     example_inputs: Sequence[Value]
     inputs: tuple[PlainInput, ...] | None = None
     results: tuple[Result, ...] = ()
-    unguarded: tuple[tuple[PlainInput, int], ...] = ()
+    unguarded: tuple[WholeLayout, ...] = ()
     original: fx.GraphModule | None = None

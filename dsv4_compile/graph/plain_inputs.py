@@ -14,7 +14,7 @@ from ..compat.dynamo import InnerTensor, note_inner_tensor, source_of
 from ..compat.subclasses import Recipe, is_wrapper_subclass, layouts_of, reach, real_object, recipe_of
 from ..compat.symbols import expr_of
 from ..errors import UnsupportedInputError
-from .plain_graph import PlainInput
+from .plain_graph import PlainInput, WholeLayout
 from .traced import Value
 from .tracing import readable_name
 
@@ -93,7 +93,7 @@ class InnerInputs:
         names: of the nodes for them.
         values: what they are in a trace.
         symbols: the index among them of each size symbol.
-        unguarded: sizes that are constants in the trace, and that Dynamo does not look at.
+        unguarded: layouts of the wrapper subclasses.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class InnerInputs:
         self.names: list[str] = []
         self.values: list[Value] = []
         self.symbols: dict[sympy.Symbol, int] = {}
-        self.unguarded: list[tuple[PlainInput, int]] = []
+        self.unguarded: list[WholeLayout] = []
         self._placeholders = list(placeholders)
         self._notes: list[InnerTensor | None] = []
         self._fakes = [real_object(fake) for fake in fakes]
@@ -143,22 +143,26 @@ class InnerInputs:
     def _add_measures(self, position: int) -> None:
         """Take the sizes of a wrapper subclass that nothing else which is taken tells.
 
-        Dynamo looks at the outermost sizes of an input and at those of the tensors within. What it takes for a constant
-        between them (a DTensor in another subclass) is noted, to be looked at in every call.
+        Dynamo looks at the sizes of the tensors within, and at symbols. What it takes for a constant of the wrapper, or
+        what becomes one in a trace, it does not look at, since it looks at constants with the whole tensor elsewhere:
+        two rows over two ranks, and three, are one row on the second. So layouts are noted, to be looked at in every
+        call.
         """
         fake, recipe = self._fakes[position], self._recipes[position]
         name = readable_name(source_of(self._placeholders[position]))
         for path in (*recipe.levels(), *recipe.paths()):
             tensor = reach(fake, path)
+            if is_wrapper_subclass(tensor):
+                self.unguarded.append(WholeLayout(position, path, tuple(tensor.shape), tuple(tensor.stride())))
             for measure, numbers in (("size", tensor.shape), ("stride", tensor.stride())):
                 for dim, number in enumerate(numbers):
-                    plain = PlainInput(position, path, (measure, dim))
                     if not isinstance(number, torch.SymInt):
-                        if path and is_wrapper_subclass(tensor):
-                            self.unguarded.append((plain, number))
-                    elif expr_of(number).is_Symbol and expr_of(number) not in self.symbols:
+                        continue
+                    if expr_of(number).is_Symbol and expr_of(number) not in self.symbols:
                         note = InnerTensor(None, f"{name}{_suffix(path)}.{measure}()[{dim}]")
-                        self._take(plain, f"{measure}_{len(self.plain)}", number, note)
+                        self._take(
+                            PlainInput(position, path, (measure, dim)), f"{measure}_{len(self.plain)}", number, note
+                        )
 
     def bind(self, values: Sequence[Value], env: dict[fx.Node, Value]) -> list[Wrapped]:
         """Let Dynamo's placeholders be what they are in a trace, where `values` stand for what the graph takes."""

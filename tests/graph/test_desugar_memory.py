@@ -197,10 +197,6 @@ def checkpoints_a_dtensor(x: DTensor) -> Any:
     return torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False).to_local() + 1
 
 
-def chooses_of_two(flag: Tensor, x: TwoTensor) -> Any:
-    return torch.cond(flag, lambda t: t * 3, lambda t: t * 2, (x,))
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
@@ -209,7 +205,6 @@ def chooses_of_two(flag: Tensor, x: TwoTensor) -> Any:
         (chooses, lambda flag: (torch.tensor(flag), numbers())),
         (checkpoints, lambda flag: (numbers(),)),
         (checkpoints_a_dtensor, lambda flag: (sharded(numbers(8).reshape(2, 4), mesh(), Shard(0)),)),
-        (chooses_of_two, lambda flag: (torch.tensor(flag), TwoTensor(numbers(), numbers() + 1))),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -168,10 +168,17 @@ def concrete_fake_inputs(example_inputs: Sequence[Input], sizes: Mapping[sympy.S
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [
-        mode.from_tensor(example, static_shapes=True) if isinstance(example, torch.Tensor) else value_of(example, sizes)
+        mode.from_tensor(_unknown(example), static_shapes=True)
+        if isinstance(example, torch.Tensor)
+        else value_of(example, sizes)
         for example in example_inputs
     ]
     return mode, tuple(fakes)
+
+
+def _unknown(example: torch.Tensor) -> torch.Tensor:
+    """The tensor, or an alias of what may be the offsets of a nested tensor: of those torch would make a symbol."""
+    return example.detach() if example.dtype in (torch.int32, torch.int64) and example.dim() == 1 else example
 
 
 def resized_fake_inputs(values: Sequence[Input], sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Fakes:

@@ -46,6 +46,11 @@ def traced_value(size: Size) -> int | None:
     return None if size.node.hint is None else int(size.node.hint)
 
 
+def is_ragged(size: Size) -> bool:
+    """Whether a size is that of the rows of a jagged nested tensor: their lengths differ, and it is no number."""
+    return isinstance(size, torch.SymInt) and (size.node.is_nested_int() or isinstance(size.node.hint, torch.SymInt))
+
+
 def plausible_value(size: torch.SymInt) -> int:
     """A value that the trace allows for a size of which it knows no more; not 0 or 1, which may stand for something."""
     bounds = size.node.shape_env.bound_sympy(expr_of(size))

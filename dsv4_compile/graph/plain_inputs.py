@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ..compat.dispatch import pytree
 from ..compat.dynamo import InnerTensor, note_inner_tensor, source_of
 from ..compat.subclasses import Recipe, is_wrapper_subclass, layouts_of, reach, real_object, recipe_of
-from ..compat.symbols import expr_of
+from ..compat.symbols import expr_of, is_ragged
 from ..errors import UnsupportedInputError
 from .plain_graph import PlainInput, WholeLayout
 from .traced import Value
@@ -129,6 +129,11 @@ class InnerInputs:
             raise UnsupportedInputError(
                 f"{name} is a {type(example).__name__}, and its __tensor_unflatten__ makes a {type(fake).__name__}: "
                 "let it make what it was called on"
+            )
+        if any(map(is_ragged, fake.shape)):
+            raise UnsupportedInputError(
+                f"{name} is a nested tensor with a ragged size, which is no number and part of no bucket: pass its "
+                "values() and offsets(), and make it inside of the model (torch.nested.nested_tensor_from_jagged)"
             )
         return checked_recipe(fake, name)
 

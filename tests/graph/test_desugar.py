@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from eager_twin import compile_piecewise
 from torch import Tensor
 
 import dsv4_compile
@@ -222,3 +223,23 @@ def test_random_numbers_of_a_dtensor_are_refused(group: None, monkeypatch: pytes
     message = "^rand_like draws random numbers for a DTensor with aten::rand_like.default"
     with torch.no_grad(), pytest.raises(UnsupportedInputError, match=message):
         compiled(replicated(Programs(mesh()), 4))
+
+
+def test_a_ragged_size_among_the_inputs_is_refused() -> None:
+    parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    message = r"x is a nested tensor with a ragged size.* pass its values\(\) and offsets\(\)"
+    with torch.no_grad(), pytest.raises(UnsupportedInputError, match=message):
+        compile_piecewise(lambda x: x * 2)(parts)
+
+
+def test_a_nested_tensor_is_made_of_offsets_that_eager_has_used() -> None:
+    def program(values: Tensor, offsets: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(values, offsets) * 2
+        return nested.sin().values() + 1
+
+    compiled = compile_piecewise(program)
+    for offsets in ([0, 2, 6], [0, 2, 6], [0, 3, 6], [0, 1, 4, 8]):
+        args = torch.randn(offsets[-1], 3), torch.tensor(offsets)
+        with torch.no_grad():
+            wanted = program(*args)  # first: torch keeps a size with the offsets from then on
+            torch.testing.assert_close(compiled(*args), wanted)

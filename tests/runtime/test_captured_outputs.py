@@ -199,6 +199,23 @@ def test_static_output_fed_back_as_input() -> None:
             assert torch.equal(y, wanted)
 
 
+def test_static_output_fed_back_as_an_input_that_is_written() -> None:
+    """What was written to the copy of the input goes back to the buffer before the new output does."""
+
+    def step(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        c = a + 1
+        b.mul_(0.5)
+        return toy.fresh(b) * 2, c
+
+    compiled = compile_host(step, static_outputs=True)
+    given = rows(5), rows(5)
+    wanted = tuple(tensor.clone() for tensor in given)
+    with torch.no_grad():
+        for _ in range(9):
+            given, wanted = compiled(*given), step(*wanted)
+            assert all(map(torch.equal, given, wanted))
+
+
 def test_static_outputs_belong_to_the_bucket_and_lie_outside_of_the_arena(allocations: Allocations) -> None:
     allocations.holds = True
     compiled = compile_host(lambda x: (toy.fresh(x) + 1, x * 3), static_outputs=True)

@@ -367,6 +367,7 @@ class _Builder(UnitInterpreter):
 
     def finish(self) -> Built:
         """Make the outputs; the program and the result of this call."""
+        self._source.end_guard()  # an input that is written may be a static output, which this call hands out anew
         output_assembly = self._graph.output_assembly
         positions = {graph_input.node: position for position, graph_input in enumerate(self._graph.traced.inputs)}
         # the caller's tensors are new in every call, so only numbers are the same object still

@@ -33,6 +33,7 @@ class SourceWriter:
         self._lines: list[str] = []
         self._last_lines: list[str] = []
         self._guarded_from = 0
+        self._guarded_to: int | None = None
         self._units: list[tuple[int, int, str]] = []
         self._objects: dict[str, object] = {}
         self._names: dict[int, str] = {}
@@ -56,6 +57,10 @@ class SourceWriter:
         assert not self._units, "a unit cannot be cut by what guards the rest"
         self._last_lines.append(text)
         self._guarded_from = len(self._lines)
+
+    def end_guard(self) -> None:
+        """What is added from here on runs after those last statements."""
+        self._guarded_to = len(self._lines)
 
     def name_of(self, value: object, prefix: str) -> str:
         """The name under which the program finds an object, which it keeps alive."""
@@ -112,9 +117,11 @@ class SourceWriter:
     def _guarded(self, lines: Sequence[str]) -> list[str]:
         if not self._last_lines:
             return list(lines)
-        first, guarded = lines[: self._guarded_from], _indented(lines[self._guarded_from :])
+        num_after = 0 if self._guarded_to is None else len(self._lines) - self._guarded_to
+        end = len(lines) - num_after  # counted from there: units may have got statements of their own
+        first, guarded = lines[: self._guarded_from], _indented(lines[self._guarded_from : end])
         last = [f"        {line}" for line in self._last_lines]
-        return [*first, "    try:", *guarded, "    finally:", *last]
+        return [*first, "    try:", *guarded, "    finally:", *last, *lines[end:]]
 
     def _text_of(self, lines: Sequence[str]) -> str:
         return "\n".join([f"# {self._title}", "def program(args):", *lines])

@@ -44,7 +44,8 @@ HOT = ("attend", "score_blocks")  # kernels that must use tensor cores
 TENSOR_CORE = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma_")
 SHAPE = ("BLOCK_H", "BLOCK_N")
 LEGEND = """Of each kernel: registers of a thread / bytes of them that spill / bytes of shared memory; then heads (h)
-and keys (n) of a program, its warps (w) and stages (s), and its tensor-core instruction."""
+and keys (n) of a program, its warps (w) and stages (s), and its tensor-core instruction. Where there is a dash, what
+that call launches is in another row."""
 BEGIN = "<!-- begin: written by python -m benchmarks.kernel_builds, not by hand -->"
 
 

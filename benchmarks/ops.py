@@ -184,12 +184,14 @@ def builds(setting: Setting) -> tuple[str | Table, ...]:
     """What the launches of each case compile to, if Triton is here."""
     if find_spec("triton") is None:
         return (f"What kernels compile to is not shown: {NO_TRITON}.",)
-    from .kernel_builds import build_all, table_of
+    from .kernel_builds import LEGEND, build_all, table_of
     from .kernel_cases import compiled_cases
 
     architectures = ("sm_90",) if setting.quick else ("sm_90", "sm_100", "gfx942")
     chosen = [case for case in compiled_cases() if not setting.quick or case.op == "inverse_rope"]
-    return "What each choice of the table compiles to, without a GPU:", table_of(build_all(chosen, architectures))
+    return f"What each choice of the table compiles to, without a GPU. {LEGEND}", table_of(
+        build_all(chosen, architectures)
+    )
 
 
 def _name(case: Case) -> tuple[str, ...]:

@@ -47,10 +47,10 @@ class Interrupts:
         """Call a function under the tracer.
 
         No garbage is collected meanwhile: that is due where other tests have brought it, so the places of its callbacks
-        (Hypothesis has some) and finalizers are others in each run.
+        (Hypothesis has some) and finalizers are others in each run. The collector stays enabled, as a capture asks it.
         """
-        before, collects = sys.gettrace(), gc.isenabled()
-        gc.disable()
+        before, thresholds = sys.gettrace(), gc.get_threshold()
+        gc.set_threshold(0)
         trace = self._trace  # kept: Python calls it once more where it has dropped it, as what it raises is swallowed
         sys.settrace(trace)
         try:
@@ -58,8 +58,7 @@ class Interrupts:
         finally:
             sys.settrace(before)
             self._root = None
-            if collects:
-                gc.enable()
+            gc.set_threshold(*thresholds)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if self._root is None:

@@ -255,6 +255,13 @@ def trace_fakes() -> FakeTensorMode:
     return mode
 
 
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode in which models are made that need no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """A fake of a mode, with the sizes of a tensor as constants."""
     return mode.from_tensor(tensor, static_shapes=True)

@@ -1,9 +1,9 @@
-"""The command line: `python -m dsv4_compile explain | report | doctor`.
+"""The command line: `python -m dsv4_compile explain | report | doctor | plan`.
 
 `explain MODULE:FUNCTION` prints a plan. FUNCTION takes no arguments and returns `(model, args)` or
 `(model, args, kwargs)`: a module or function, and the arguments of the call to explain. `report DIR` makes one HTML
 page of what the option `dump_dir` wrote, or prints the same as JSON. `doctor` says whether the backend can be used
-here.
+here. `plan` is about models, which nothing here knows: `__main__` adds it (`plan_model/command.py`).
 
 Exit code 0 for an answer; 1 for a model that the backend refuses or that fails, or a machine where it cannot be used;
 2 for a command that makes no sense. Errors are one line on standard error, those that the user's own module raises
@@ -18,9 +18,9 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 import torch
 
@@ -29,15 +29,24 @@ from ..errors import Dsv4Error, ExplainError, OptionError, UnknownOpError
 from .arguments import OneLineParser
 from .explain import explain
 
+if TYPE_CHECKING:
+    Commands: TypeAlias = argparse._SubParsersAction[OneLineParser]
+
+AddCommand: TypeAlias = "Callable[[Commands], None]"
 Call = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
 _NOT_THE_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__), importlib.__file__)
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, more: Iterable[AddCommand] = ()) -> int:
+    """Run one command and return the exit code.
+
+    Args:
+        arguments: of the command line.
+        more: each adds a command, whose `run` takes the parsed options and returns the exit code.
+    """
+    options = _parser(more).parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         code = run(options)
@@ -147,7 +156,7 @@ def _complain(error: Dsv4Error, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(more: Iterable[AddCommand]) -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m dsv4_compile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_explain(commands.add_parser("explain", help="print what is captured, what is eager and why"))
@@ -155,6 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say whether the backend can be used here, and what it would choose")
     doctor.add_argument("--json", action="store_true", help="the answer as JSON")
     doctor.set_defaults(run=_doctor)
+    for add_command in more:
+        add_command(commands)
     return parser
 
 

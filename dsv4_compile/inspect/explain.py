@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from torch import fx
 
     from ..config import Config
+    from ..graph.partitioned import PartitionedGraph
     from ..graph.traced import Value
     from .plan import Plan
 
+Answer = TypeVar("Answer")
+
 
 class _PlanReadyError(Exception):
-    """Carries the plan out of the call."""
+    """Carries out of the call what is said of its plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, answer: Any) -> None:
         super().__init__("the plan is ready")
-        self.plan = plan
+        self.answer = answer
 
 
 def explain(
@@ -52,33 +55,56 @@ def explain(
         Dsv4Error: what compiling would raise.
     """
     from ..config import Config
+    from .make_plan import make_plan
+
+    return read_plan(model_or_fn, args, kwargs, Config.from_options(options), make_plan)
+
+
+def read_plan(
+    model_or_fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    config: Config,
+    read: Callable[[PartitionedGraph, Config], Answer],
+) -> Answer:
+    """What `read` says of the first graph that Dynamo traces for a call, once it is planned; see `explain`.
+
+    Args:
+        model_or_fn, args, kwargs: the call; nothing of it runs.
+        config: the options.
+        read: takes the planned graph and the options, while the trace goes on.
+
+    Raises:
+        ExplainError: this is nothing to call, or the call traces no graph at all.
+        Dsv4Error: what compiling would raise.
+    """
     from ..errors import ExplainError
 
     if not callable(model_or_fn):
         raise ExplainError(f"{model_or_fn!r} cannot be called: give a module or a function, and then its arguments")
-    traced = torch.compile(
-        _fresh(_original(model_or_fn)), backend=_stop_with_plan(Config.from_options(options)), dynamic=True
-    )
+    traced = torch.compile(_fresh(_original(model_or_fn)), backend=_stop_with_plan(config, read), dynamic=True)
     try:
         with torch.no_grad():
             traced(*args, **kwargs)
     except _PlanReadyError as ready:
-        return ready.plan
+        answer: Answer = ready.answer
+        return answer
     name = getattr(model_or_fn, "__name__", type(model_or_fn).__name__)
     raise ExplainError(f"calling {name} traced no graph: it computes nothing with tensors, or Dynamo skips it")
 
 
-def _stop_with_plan(config: Config) -> Callable[[fx.GraphModule, Sequence[Value]], Callable[..., object]]:
+def _stop_with_plan(
+    config: Config, read: Callable[[PartitionedGraph, Config], object]
+) -> Callable[[fx.GraphModule, Sequence[Value]], Callable[..., object]]:
     from ..graph.desugar import in_plain_tensors
     from ..plan_graph import plan_graph
-    from .make_plan import make_plan
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Value]) -> Callable[..., object]:
         plain = in_plain_tensors(gm, example_inputs)
-        plan = make_plan(plan_graph(plain.gm, plain.example_inputs, config, lambda stage, graph: None), config)
+        answer = read(plan_graph(plain.gm, plain.example_inputs, config, lambda stage, graph: None), config)
 
         def stop(*_: object) -> NoReturn:
-            raise _PlanReadyError(plan)
+            raise _PlanReadyError(answer)
 
         return stop
 

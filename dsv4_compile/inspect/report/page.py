@@ -113,6 +113,12 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 
 def render_report(graphs: Sequence[DumpedGraph]) -> str:
     """The page as text."""
+    template = template_environment().get_template("report.html.j2")
+    return template.render(graphs=[_view(graph) for graph in graphs], origins=ORIGINS)
+
+
+def template_environment() -> jinja2.Environment:
+    """What templates of this folder are rendered with; every text is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -122,8 +128,7 @@ def render_report(graphs: Sequence[DumpedGraph]) -> str:
     )
     environment.filters["bytes"] = readable_bytes
     environment.globals["pluralize"] = pluralize
-    template = environment.get_template("report.html.j2")
-    return template.render(graphs=[_view(graph) for graph in graphs], origins=ORIGINS)
+    return environment
 
 
 def readable_bytes(count: int) -> str:

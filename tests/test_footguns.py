@@ -235,7 +235,7 @@ AGREE = (
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("plan", PLANS, ids=" ".join)
 @pytest.mark.parametrize("fn", AGREE, ids=lambda fn: fn.__name__)
 def test_agrees_with_eager(fn: Callable[..., Any], plan: tuple[str, str, str]) -> None:

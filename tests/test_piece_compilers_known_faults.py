@@ -280,7 +280,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @every_compiler
 @pytest.mark.parametrize("model", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")

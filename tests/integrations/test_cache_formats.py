@@ -96,7 +96,7 @@ def serve(words: tuple[str, str], runner_type: type[ModelRunner], options: dict[
         return runner.generate(prompts(), NEW_TOKENS)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @formats
 @pytest.mark.parametrize("runner_type", RUNNERS)
 def test_eager_tokens_are_those_of_transformers_with_rounded_caches(

@@ -45,7 +45,7 @@ def lower_ids_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield ties
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_one_layer_with_few_indexer_heads(monkeypatch: pytest.MonkeyPatch, heads: int, seed: int) -> None:

@@ -72,6 +72,7 @@ def test_one_graph_for_every_token_count_from_two_up(traced):
     assert len(traced.graphs) == 1
 
 
+@pytest.mark.exhaustive
 def test_one_token_is_a_second_graph_and_right(traced):
     traced.check([(0, 0, 9)])
     traced.check([(0, 9, 1)])

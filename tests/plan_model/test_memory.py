@@ -39,6 +39,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ratios", "runner", "region"), POLICIES)
 def test_a_plan_of_the_cpu_with_scratch_is_that_of_a_gpu_with_kernels(
     ratios: tuple[int, ...], runner: str, region: str, monkeypatch: pytest.MonkeyPatch

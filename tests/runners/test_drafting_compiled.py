@@ -54,7 +54,7 @@ class Counted:
         return self.drafter(*arguments)
 
 
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("count", [2, 1])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": {"swa": 6}}], ids=["", "preempted"])
 @pytest.mark.parametrize("setup", SETUPS)

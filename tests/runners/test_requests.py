@@ -35,6 +35,7 @@ def stack() -> AttentionStack:
     return AttentionStack(tiny_config(sliding_window=128))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("prompt", "new_tokens", "message"),
     [

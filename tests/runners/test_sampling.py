@@ -77,7 +77,7 @@ def chi_square(seen: Counter[tuple[int, ...]], temperature: float) -> tuple[floa
     return sum((got - want) ** 2 / want for want, got in cells), bound
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("count", [2, 1])
 @pytest.mark.parametrize("drafter", DRAFTERS)

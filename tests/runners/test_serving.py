@@ -134,6 +134,7 @@ def test_capture_ahead_with_live_requests_disturbs_none() -> None:
 # step state that moves
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("setup", "role"),
     [
@@ -194,6 +195,7 @@ def test_second_runner_on_the_same_model_brings_caches_of_its_own() -> None:
     assert counters.recaptures > 0
 
 
+@pytest.mark.exhaustive
 def test_weights_loaded_between_steps() -> None:
     served = Served("v2 narrow")
     traffic = Traffic(served, seed=6)

@@ -68,6 +68,7 @@ def test_capture_ahead_puts_back_every_byte_of_a_page(setup: str) -> None:
     served.compare_caches()
 
 
+@pytest.mark.exhaustive
 def test_caches_of_another_format_are_another_graph_and_right() -> None:
     """A model that leaves the format open is traced for the caches it has; a new runner brings others."""
     served = Served("v2 narrow")

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.own_thread,
 ]
 # for each phase, how many of its places a default run takes
-SAMPLES = {"warm-up": 8, "capture": 20, "replay": 8, "recapture": 8}  # of each kind of event; more are exhaustive
+SAMPLES = {"warm-up": 4, "capture": 12, "replay": 4, "recapture": 5}  # of each kind of event; more are exhaustive
 EVENTS: dict[str, dict[str, Any]] = {"calls": {}, "lines": {"lines": True}, "bytecodes": {"opcodes": True}}
 AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
@@ -183,7 +183,7 @@ def branches() -> Any:
     return function, compile_host(function, piece_compiler="aot_eager", aux_streams=2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_surrounds_a_call_is_as_before(around: str, branches: Any) -> None:
     function, compiled = branches
@@ -208,7 +208,7 @@ def test_what_surrounds_a_call_is_as_before(around: str, branches: Any) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["host", "off"])
 def test_capture_ahead_of_serving_is_interrupted(engine: str) -> None:
     """The caches are put back, and later calls do not go on putting theirs back."""

@@ -91,7 +91,7 @@ def condition_and_copies(x: Tensor) -> Any:
     return torch.where(c.real > 0, c, x), torch.empty_like(c).copy_(c), c.clone(), fresh(c.abs()), torch.stack([c, x])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @every_option
 @pytest.mark.parametrize(
     ("function", "make"),

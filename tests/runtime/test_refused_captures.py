@@ -135,7 +135,7 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_each_call_has_its_effects_once(options: dict[str, Any]) -> None:
     model, eager = Model().double(), Model().double()  # what Inductor rounds otherwise adds up over the loop

@@ -87,7 +87,7 @@ def call_like_eager(
     LOG.clear()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", PLANS, ids=" ".join)
 @pytest.mark.parametrize("fn", [moved_read, moved_write, two_writes, through_views])
 def test_inputs_that_come_to_overlap_give_what_eager_gives(fn: Callable[..., Any], plan: tuple[str, str, str]) -> None:

@@ -116,11 +116,6 @@ def test_another_value_of_the_variable_is_an_error(monkeypatch):
         serve.read_choice()
 
 
-def test_importing_the_package_does_not_import_triton():
-    result = python("import sys, dsv4_compile; print('triton' in sys.modules)")
-    assert result.stdout.strip() == "False", result.stderr
-
-
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: make test-kernels")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_call_takes_the_arguments_of_the_schema(name):

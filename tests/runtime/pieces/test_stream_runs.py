@@ -44,7 +44,7 @@ def random_streams(seed: int) -> Callable[..., tuple[int, ...]]:
     return schedule
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.exhaustive
 @every_compiler
 @pytest.mark.parametrize("runner", ["mrv1", "mrv2"])
 @pytest.mark.parametrize("seed", [None, 1, 2])

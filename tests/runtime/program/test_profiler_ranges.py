@@ -180,6 +180,7 @@ def outcomes(options: dict[str, Any], profiled: bool) -> Any:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"check": "full"}, {"static_outputs": True}, {"runner": "mrv1", "region": "minimal"}, {"engine": "off"}],

@@ -27,7 +27,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     captured._live.clear()  # a later reset would ask torch itself for their pools
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("calls_before", [0, 1, 2], ids=["warm-up", "capture", "replay"])
 def test_an_interrupted_call_is_over(calls_before: int, cuda: FakeCuda) -> None:
     model, x = torch.compile(Toy(1), backend=dsv4_piecewise, options={"split_ops": [SPLIT_OP]}), torch.ones(4, 4)

@@ -108,6 +108,7 @@ def in_inference_mode(op: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]
     return function
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [HOST, OFF, MINIMAL], ids=["host", "off", "minimal"])
 @pytest.mark.parametrize("around", [under_autocast, in_inference_mode])
 @pytest.mark.parametrize("name", ["casts", "asks", "casts_in_a_block"])

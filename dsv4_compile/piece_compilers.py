@@ -130,9 +130,10 @@ def compile_subgraph(graph: PartitionedGraph, subgraph: Subgraph, compiler: Piec
     """
     unit, numbers = subgraph.unit, graph.traced.scalars()
     filled = tuple(compiler.fills_slots and leaves for leaves in subgraph.leaving)
-    source = _GraphForCompiler(graph, unit, numbers, filled)
     try:
         with isolated_tracing():
+            # not before: in a caller's inference mode its fakes would be inference tensors, which no slot is
+            source = _GraphForCompiler(graph, unit, numbers, filled)
             function = compiler.compile(source.module(), source.fakes)
     except Dsv4Error:
         raise

@@ -19,7 +19,7 @@ from torch import fx
 from ..analysis.eager_reasons import inputs_shown_around
 from ..graph.op_properties import is_wait
 from ..graph.partitioned import InputRole, PartitionedGraph, Slot
-from ..graph.traced import GraphInput, TensorMeta, TracedGraph
+from ..graph.traced import GraphInput, Provenance, TensorMeta, TracedGraph
 
 START = -1  # before the first unit
 
@@ -42,7 +42,8 @@ def plan_workspace(graph: PartitionedGraph) -> PartitionedGraph:
 def _role(graph: PartitionedGraph, graph_input: GraphInput, taken_by_piece: bool, written: frozenset[int]) -> InputRole:
     meta = graph.traced.effects[graph_input.node].result
     if not isinstance(meta, TensorMeta):
-        return InputRole.NUMBER
+        is_object = graph_input.provenance is Provenance.OBJECT
+        return InputRole.DIRECT if is_object and not taken_by_piece else InputRole.NUMBER
     if graph_input.static:
         return InputRole.STATIC
     if not taken_by_piece:

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..compat.dispatch import Op, OpArgs, OpKwargs, OpOverload, TorchDispatchMode, Tree, op_name, pytree
 from ..compat.distributed import backend_of
+from ..compat.subclasses import is_opaque
 from ..errors import AliasingOpError
 from ..graph.fused_call import FusedCall
 from ..graph.op_properties import (
@@ -71,6 +72,7 @@ class NodeEffects:
     random: bool = False
     barrier: str | None = None
     uncapturable: str | None = None
+    unknown_reach: list[str] = field(default_factory=list)
     makers: set[Op] = field(default_factory=set)
     pinned: bool = False
 
@@ -91,6 +93,7 @@ class NodeEffects:
             pinned=self.pinned,
             barrier=barrier,
             uncapturable=uncapturable,
+            unknown_reach=tuple(self.unknown_reach),
         )
 
 
@@ -158,6 +161,8 @@ class EffectsRecorder(TorchDispatchMode):
         node_effects.barrier = node_effects.barrier or _why_barrier(func, name, registered)
         if func.namespace not in OWN_NAMESPACES:
             self._check_aliasing(node_effects.node, func, bound, result)
+            if registered is None and not is_collective(func):
+                node_effects.unknown_reach += [f"{name} ({argument})" for argument in _objects(bound)]
             if _host_effect(func) and not (registered and registered.role == "capture"):
                 node_effects.uncapturable = node_effects.uncapturable or HOST_EFFECT
 
@@ -264,6 +269,11 @@ HOST_EFFECT = "declares no effect, so it has one on the host"
 
 def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _objects(bound: Mapping[str, Tree]) -> list[str]:
+    """Arguments of a call that hold an object opaque to torch."""
+    return [argument for argument, value in bound.items() if any(map(is_opaque, pytree.tree_leaves(value)))]
 
 
 @cache

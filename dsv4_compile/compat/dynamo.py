@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from .symbols import Size, value_of
+from .subclasses import is_opaque, real_object
+from .symbols import value_of
 
 if TYPE_CHECKING:
     import sympy
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Input: TypeAlias = torch.Tensor | Size  # what Dynamo passes for a placeholder
-Fakes: TypeAlias = "tuple[FakeTensorMode, tuple[Input | None, ...]]"  # a mode and what it has for each placeholder
+Input: TypeAlias = Any  # what Dynamo passes for a placeholder: a tensor, a size, or an object opaque to it
+Fakes: TypeAlias = "tuple[FakeTensorMode, tuple[Input, ...]]"  # a mode and what it has for each placeholder
 
 # Dynamo's mode nodes come in an enter and an exit; they are told by their functions.
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -158,7 +159,7 @@ def symbolic_fake_inputs(example_inputs: Sequence[Input], gm: fx.GraphModule) ->
             source = getattr(symbolic, "tensor_source", None)
             fakes.append(mode.from_tensor(example, symbolic_context=symbolic, source=source))
         else:
-            fakes.append(placeholder.meta["example_value"])
+            fakes.append(real_object(placeholder.meta["example_value"]))
     return mode, tuple(fakes)
 
 
@@ -167,13 +168,18 @@ def concrete_fake_inputs(example_inputs: Sequence[Input], sizes: Mapping[sympy.S
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [
-        mode.from_tensor(_unknown(example), static_shapes=True)
-        if isinstance(example, torch.Tensor)
-        else value_of(example, sizes)
-        for example in example_inputs
-    ]
-    return mode, tuple(fakes)
+
+    def concrete(example: Input) -> Input:
+        if not isinstance(example, torch.Tensor):
+            return _object_or_value(example, sizes)
+        return mode.from_tensor(_unknown(example), static_shapes=True)
+
+    return mode, tuple(map(concrete, example_inputs))
+
+
+def _object_or_value(value: Input, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Input:
+    """An object that torch does not look into stands for itself; of a size, its value."""
+    return real_object(value) if is_opaque(value) else value_of(value, sizes)
 
 
 def _unknown(example: torch.Tensor) -> torch.Tensor:
@@ -187,9 +193,9 @@ def resized_fake_inputs(values: Sequence[Input], sizes: Mapping[sympy.Symbol, sy
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def resized(value: Input) -> Input | None:
+    def resized(value: Input) -> Input:
         if not isinstance(value, torch.Tensor):
-            return value_of(value, sizes)
+            return _object_or_value(value, sizes)
         shape: list[Any] = [value_of(size, sizes) for size in value.shape]
         stride: list[Any] = [value_of(size, sizes) for size in value.stride()]
         with mode:

@@ -36,6 +36,7 @@ class Provenance(enum.Enum):
     USER_INPUT = "user input"
     CONSTANT = "constant"
     SIZE = "size"
+    OBJECT = "object"  # opaque to torch, such as the name of a layer: no memory, and ops take it as it is
     ACTIVATION = "activation"
 
 
@@ -46,8 +47,9 @@ class GraphInput:
     Attributes:
         node: the placeholder.
         name: how the user reaches it, e.g. "step.swa_slot_mapping" or "layers.0.wq_b.weight".
-        value: its fake tensor in the trace, or a SymInt; only to be looked at, since each may belong to another mode.
-        provenance: of its storage; a size has none and says so.
+        value: its fake tensor in the trace, a SymInt, or the object itself; only to be looked at, since each may belong
+            to another mode.
+        provenance: of its storage; a size or an object has none and says so.
         static: its address may be relied on (parameters, buffers, `mark_static_address`).
         declared_static: static, and by the user's own doing: a parameter, a buffer, or marked. Dynamo takes any other
             tensor that is kept in a module for static too.
@@ -138,6 +140,7 @@ class Effects:
         pinned: it calls an op whose role says that it runs once and where it stands, whatever its schema tells.
         barrier: why nothing with an effect may be moved across it, or None.
         uncapturable: why it cannot be captured, as far as its own ops tell, or None.
+        unknown_reach: ops of a library that take an object opaque to torch, and have no role: "op (argument)" each.
         bucket_scalar: it reads a host scalar among the graph's inputs, which nobody writes: part of the bucket.
         result: `TensorMeta` of its result, a tuple of them for a container, None for no tensor.
         same_as: the first node whose value is the very tensor object that this one returns, if there is another; a
@@ -154,6 +157,7 @@ class Effects:
     pinned: bool = False
     barrier: str | None = None
     uncapturable: str | None = None
+    unknown_reach: tuple[str, ...] = ()
     bucket_scalar: bool = False
     result: Layouts = None
     same_as: fx.Node | None = None

@@ -25,6 +25,7 @@ from ..compat.dynamo import (
     module_of,
     source_of,
 )
+from ..compat.subclasses import is_opaque, real_object
 from ..compat.symbols import expr_of, plausible_value, traced_value
 from ..errors import TrainingError
 from ..ops.registry import RegisteredOp
@@ -84,7 +85,7 @@ def _input(node: fx.Node, example: object) -> GraphInput:
     return GraphInput(
         node=node,
         name=_name(node),
-        value=node.meta["example_value"],
+        value=real_object(node.meta["example_value"]),
         provenance=_provenance(own),
         static=static,
         declared_static=owned or (static and not is_kept_in_module(node)),
@@ -125,7 +126,7 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _provenance(example: object) -> Provenance:
     if not isinstance(example, torch.Tensor):
-        return Provenance.SIZE
+        return Provenance.OBJECT if is_opaque(example) else Provenance.SIZE
     if isinstance(example, torch.nn.Parameter):
         return Provenance.WEIGHT
     return Provenance.BUFFER if is_static_input(example) else Provenance.USER_INPUT

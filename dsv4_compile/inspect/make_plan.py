@@ -126,6 +126,8 @@ def _value(graph: PartitionedGraph, node: fx.Node, by_node: Mapping[fx.Node, Gra
         return PlanValue(name=by_node[node.all_input_nodes[0]].name, layout="number", origin="host scalar")
     graph_input = by_node.get(node)
     name = graph_input.name if graph_input else node.name
+    if graph_input is not None and graph_input.provenance is Provenance.OBJECT:
+        return PlanValue(name=name, layout=type(graph_input.value).__name__, origin=graph_input.provenance.value)
     return PlanValue(name=name, layout=layout(graph.traced.effects[node].result), origin=_origin(graph_input))
 
 

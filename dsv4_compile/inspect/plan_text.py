@@ -15,7 +15,7 @@ WIDTH = 120
 
 
 # Origins of inputs in the order in which they are listed. Weights show in the brackets of the ops that apply them.
-_LISTED = ("host scalar", "user input", "step state", "cache", "buffer", "constant")
+_LISTED = ("host scalar", "object", "user input", "step state", "cache", "buffer", "constant")
 
 
 def render_plan(plan: Plan) -> str:

@@ -37,6 +37,8 @@ class RegisteredOp:
             for each type of device.
         why_not_kept: asked with the arguments of a call, tensors as fakes: why that call does not keep the promise. An
             op of this package knows which calls its kernels serve. None: every call keeps it.
+        context: of an op that reads the step context: called with its arguments that are no tensors, by name; returns
+            the tensors that a call would read there now, by names for people. Empty: there is no step context.
     """
 
     name: str
@@ -47,6 +49,7 @@ class RegisteredOp:
     cost: float = 1.0
     capturable: Promise = "never"
     why_not_kept: Callable[..., str | None] | None = field(default=None, compare=False, repr=False)
+    context: Callable[..., Mapping[str, Any]] | None = field(default=None, compare=False, repr=False)
 
     def capturable_on(self, device_type: str) -> Capturable:
         """In which batches it may be captured on a type of device."""
@@ -66,6 +69,7 @@ def register_op(
     tokens: str | None = None,
     cost: float = 1.0,
     capturable: Capturable | Mapping[str, Capturable] = "never",
+    context: Callable[..., Mapping[str, Any]] | None = None,
 ) -> None:
     """Give an op a role in later compilations; a second call for the same name replaces the first.
 
@@ -83,11 +87,15 @@ def register_op(
             in a block of `uniform_decode` replay as one graph. Otherwise, and in all other calls, a split op is eager,
             also one that is "always" capturable. A dict such as {"cuda": "decode"} promises it for kernels of these
             device types alone.
+        context: of an op that reads the step context, what tells the tensors that a call would read there now: called
+            with its arguments that are no tensors, by name, it returns these tensors by name, or nothing if there is
+            no step. Where such an op is captured, replays check that they are where they were at capture.
 
     Raises:
         UnknownOpError: torch knows no such op, or the op has no such argument.
         ArgumentError: another role, a cost that is not a finite number of at least 0, `reads_context` that is no
-            bool, `step_state` that is no list of names, `tokens` that names no tensor, or another `capturable`.
+            bool, `step_state` that is no list of names, `tokens` that names no tensor, another `capturable`, or a
+            `context` that is no function or belongs to an op without `reads_context`.
     """
     check_op_name(name)
     _refuse(name, "role", role, None if role in get_args(Role) else f"one of {', '.join(get_args(Role))}")
@@ -98,8 +106,12 @@ def register_op(
     is_tensor = tokens is None or _is_tensor(name, tokens)
     _refuse(name, "tokens", tokens, None if is_tensor else "the name of a tensor argument")
     kept = _capturable(name, capturable)
+    tells_context = context is None or (callable(context) and reads_context)
+    _refuse(name, "context", context, None if tells_context else "a function, with reads_context=True")
     with _lock:
-        _registered[name] = RegisteredOp(name, role, step_state, reads_context, tokens, float(cost), kept)
+        _registered[name] = RegisteredOp(
+            name, role, step_state, reads_context, tokens, float(cost), kept, context=context
+        )
 
 
 def snapshot() -> Mapping[str, RegisteredOp]:

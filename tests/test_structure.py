@@ -12,7 +12,7 @@ from repository import ROOT
 # From the top floor down; rooms on one floor do not import each other. A room is a folder or a file; the longest name
 # that a module begins with is its room.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("dsv4_compile", "dsv4_compile.__main__"),
+    ("dsv4_compile", "dsv4_compile.__main__", "dsv4_compile.integrations.vllm"),
     ("dsv4_compile.backend", "dsv4_compile.plan_model"),
     ("dsv4_compile.inspect", "dsv4_compile.runtime"),
     ("dsv4_compile.runtime.program",),

@@ -52,6 +52,7 @@ from .pieces.pieces import Pieces
 from .pieces.warm import WarmPieces
 from .program.builder import BuildContext, build_program
 from .program.cache import Bucket, CachedProgram, ProgramCache
+from .program.context_addresses import ContextAddresses
 from .program.keys import Key, KeyReader
 from .program.limits import Limits
 from .program.profiler_ranges import profiler_range
@@ -132,6 +133,7 @@ class CapturedCallable:
         self._sizes = SizesOfCalls(graph.traced.symbols)
         self._limits = Limits(self._config, graph.token_count, self._bound, graph.slots)
         self._uncaptured = UncapturedCallable(graph, pieces, self._traced_call)
+        self._context_addresses = ContextAddresses(graph, is_checked=self._config.check != "off")
         self._streams = max(graph.streams.values(), default=0)
         self._memory.use_for("full" if self._is_full else "pieces", graph.slots, self._limits)
         self._eager_ops = sum(len(unit.nodes) for unit in graph.units if unit.kind == "region")
@@ -220,6 +222,8 @@ class CapturedCallable:
             return restoring(self._serve_new, key, args)
         if entry.overlap.check(args):
             return self._serve_uncaptured(args)
+        if entry.context:
+            self._context_addresses.check(args, entry.context)
         if self._unreplayed.streak:
             self._unreplayed.note_replay(entry.bucket)
         counters.add(**self._per_replay)
@@ -280,6 +284,7 @@ class CapturedCallable:
         overlap = OverlapCheck(self._graph.traced, args)
         if overlap.check(args):
             return self._serve_uncaptured(args)
+        context = self._context_addresses.read(args)
         built = build_program(self._context(sizes, bucket, warm, *self._fit(sizes)), args)
         if built.refused or warm.mistrust is not None:
             counters.add(uncaptured_calls=1, eager_op_calls=self._eager_ops)
@@ -289,7 +294,9 @@ class CapturedCallable:
                 self._move_to_regions(built.refused)
             return built.result
         is_again = self._cache.add(
-            key, CachedProgram(built.program, overlap, bucket, parameter_addresses), self._keys.owned_tensors(args)
+            key,
+            CachedProgram(built.program, overlap, bucket, parameter_addresses, context),
+            self._keys.owned_tensors(args),
         )
         counters.add(captures=1, recaptures=int(is_again), **self._per_replay)
         if bucket not in captured and not is_again and not is_restoring():

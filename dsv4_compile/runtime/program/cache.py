@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..memory.overlap import OverlapCheck
 from .builder import Program
+from .context_addresses import Addresses
 from .keys import Key
 from .marks import Mark, mark_of
 
@@ -30,12 +31,14 @@ class CachedProgram:
         overlap: notices calls in which a written input overlaps another.
         bucket: sizes and host scalars.
         parameter_addresses: addresses of the parameters and buffers it was captured with.
+        context: those of what its ops read through the step context.
     """
 
     program: Program
     overlap: OverlapCheck
     bucket: Bucket
     parameter_addresses: ParameterAddresses
+    context: Addresses = ()
 
 
 class ProgramCache:

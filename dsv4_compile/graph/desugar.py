@@ -59,6 +59,7 @@ from .plain_inputs import InnerInputs, Wrapped, checked_recipe
 from .source_lines import where
 from .traced import Value
 from .tracing import refuse_training
+from .untold_sizes import with_all_sizes
 from .wrapper_calls import calls_body, operands_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def in_plain_tensors(gm: fx.GraphModule, example_inputs: Sequence[Value]) -> Pla
             that it holds tells.
     """
     if not (_has_subclass(example_inputs) or _works_on_subclasses(gm)):
-        return PlainGraph(gm=gm, example_inputs=example_inputs)
+        return with_all_sizes(gm, example_inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
     refuse_training(placeholders, example_inputs)
     mode, fakes = symbolic_fake_inputs(example_inputs, gm)

@@ -1,8 +1,8 @@
 """Scratch of the kernels: how much they need at most, and how it is laid out.
 
-A model hands scratch to the split ops as an argument that they write, so that it has a slot in the workspace and no
-stream or layer can write another's. The sizes depend on no step and on no token count: work is split only as long as
-there are few programs, and scores are made for as many tokens at once as there is room for.
+A model hands scratch to the split ops as an argument that they write, so that the effects show it and no stream or
+layer can write another's. The sizes depend on no step and on no token count: work is split only as long as there are
+few programs, and scores are made for as many tokens at once as there is room for.
 """
 
 from __future__ import annotations
